@@ -281,6 +281,29 @@ class Completion:
         count what the model did."""
         return int(np.count_nonzero(self.loss_mask))
 
+    @functools.cached_property
+    def turns(self) -> tuple[slice, ...]:
+        """The model's turns, in order: of each the slice of its tokens. A turn is what the model
+        sampled without a break: context ends it, and so does a branch.
+
+        >>> # two turns of two tokens, with one token of a tool's answer between them
+        >>> replace(completion, loss_mask=np.array([True, True, False, True, True])).turns
+        (slice(0, 2, None), slice(3, 5, None))
+        """
+        sampled = self.loss_mask
+        begins = sampled.copy()
+        begins[1:] &= ~sampled[:-1]
+        ends = sampled.copy()
+        ends[:-1] &= ~sampled[1:]
+        for branch in self.branches:
+            # The tokens before a branch have another prompt, also where they touch it.
+            if 0 < branch.start < len(self) and sampled[branch.start]:
+                begins[branch.start] = True
+                ends[branch.start - 1] = sampled[branch.start - 1]
+        starts = np.flatnonzero(begins).tolist()
+        stops = (np.flatnonzero(ends) + 1).tolist()
+        return tuple(map(slice, starts, stops))
+
     @property
     def sampled_versions(self) -> np.ndarray:
         """The version of the weights behind each token that the model sampled, int32."""
@@ -316,6 +339,9 @@ class Group:
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     # weight of each reward function, by name
     reward_weights: Mapping[str, float] = field(default_factory=dict)
+    # float64[number of turns] of each completion: its reward by the turns that earned it, which add
+    # up to it; () if no function judged by turn, so that the last turn has all of it
+    turn_rewards: tuple[np.ndarray, ...] = ()
 
     @property
     def size(self) -> int:

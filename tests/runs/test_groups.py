@@ -15,6 +15,7 @@ import duckdb
 import numpy as np
 import pandas
 import polars
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,7 +27,7 @@ from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopR
 from shoal.report import sinks
 from shoal.report.sinks import MOST_PENDING, GroupWriter
 from shoal.runs.group_table import GroupTable
-from shoal.runs.groups import from_table, group_record, to_table, write_file
+from shoal.runs.groups import from_table, group_record, read_file, to_table, write_file
 from shoal.runs.lines import StepLine
 from shoal.runs.reader import StoredRun
 from shoal.runs.writer import RunWriter
@@ -241,6 +242,26 @@ def test_a_step_is_read_back_with_what_was_stored_beside(tmp_path):
 
 
 @pytest.mark.slow
+def test_values_by_turn_are_read_back_and_columns_of_others_are_as_they_were(tmp_path):
+    by_turn = make_group(turn_rewards=(np.array([0.1, 1.0]), np.array([np.nan])))
+    advantages = [[np.array([0.5, -0.25]), np.array([0.0])], [np.zeros(1), np.zeros(2)]]
+    with RunWriter(tmp_path) as run:
+        path = run.write_groups(
+            12, [by_turn, make_group(18)], [[0.1, 0.0], [0.0, 0.0]], None, advantages
+        )
+    first, second = read_file(path)
+    for got, want in zip(first.group.turn_rewards, by_turn.turn_rewards, strict=True):
+        assert_same_bits(got, want)
+    for got, want in zip(first.turn_advantages, advantages[0], strict=True):
+        assert_same_bits(got, want)
+    assert second.group.turn_rewards == () and len(second.turn_advantages) == 2
+    record = group_record(first)["completions"][0]
+    assert record["turn_rewards"] == [0.1, 1.0] and record["turn_advantages"] == [0.5, -0.25]
+    other = tmp_path / "other"
+    other.mkdir()
+    assert not set(pq.read_schema(write(other)).names) & {"turn_rewards", "turn_advantages"}
+
+
 def test_reading_a_file_starts_no_thread(tmp_path):
     """One that pyarrow starts may still be on its way when a short command ends, and aborts it
     (exit code 134)."""

@@ -3,7 +3,9 @@ dialogues, rewards."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -168,6 +170,20 @@ def test_guesses_are_answered_in_words():
     assert not GUESS.correct(last, Example(0, "", {"number": 77}))
     environment, _ = rollout(7, lambda turn, said: "what?" if turn == 0 else "7")
     assert environment.questions == 2 and environment.get_reward() == 1.0
+
+
+def test_questions_are_paid_for_what_their_answers_rule_out():
+    environment = guess.Guess()
+    environment.reset(number=77)
+    paid = []
+    for message in ("50", "30", "what?", "75", "88", "77"):
+        environment.respond(message)
+        paid.append(environment.reward)
+    # From 100 numbers to 51 to 100, once more, to 76 to 100, to 76 to 87, and to the right one.
+    left = [101, 51, 51, 51, 26, 13, 1]
+    want = [math.log(a / b) / math.log(101) for a, b in itertools.pairwise(left)]
+    assert paid == pytest.approx(want) and paid[1] == paid[2] == 0
+    assert sum(paid) == pytest.approx(environment.get_reward()) == 1
 
 
 @pytest.mark.parametrize("text", ["", "0", "101", "5 6", "-5", "Is it 5?", "5.0", "1000000"])

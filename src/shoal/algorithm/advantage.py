@@ -15,9 +15,17 @@ completions' numbers of sampled tokens. Settings are those that the row names:
     std_eps       added to a standard deviation; with std_eps_mode="max" the least deviation
     whiten_over   mean and deviation of the step count each completion once ("completions"), or
                   once for each of its tokens ("tokens", as in verl), which needs `lengths`
+
+With `algorithm.credit` it is turns that have advantages, [P, G, K] for at most K turns:
+
+    rewards of turns -> returns_to_go -> by_turn     among the completions that have a turn k
+                                         by_state    among the turns that began in one state
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -25,6 +33,9 @@ from jaxtyping import Bool, Float, Int
 Rewards = Float[np.ndarray, "P G"]
 Valid = Bool[np.ndarray, "P G"]
 Lengths = Int[np.ndarray, "P G"]
+TurnRewards = Float[np.ndarray, "P G K"]
+Turns = Bool[np.ndarray, "P G K"]
+States = Int[np.ndarray, "P G K"]
 
 
 def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
@@ -202,6 +213,83 @@ def sft(rewards: Rewards, valid: Valid, **unread: object) -> Rewards:
     """Returns 1 for each valid completion: with the loss `reinforce`, the data's answers are
     learned by their log-likelihood."""
     return valid.astype(np.float64)
+
+
+def returns_to_go(rewards: TurnRewards, discount: float) -> TurnRewards:
+    """Returns for each turn its reward and those of the later turns of its completion, of which the
+    n-th next counts discount^n. Rewards after a completion's last turn must be 0."""
+    returns = np.zeros(rewards.shape)
+    following = np.zeros(rewards.shape[:2])  # the return of the turn behind
+    for turn in reversed(range(rewards.shape[2])):
+        following = rewards[:, :, turn] + discount * following
+        returns[:, :, turn] = following
+    return returns
+
+
+def by_turn(
+    returns: TurnRewards,
+    turns: Turns,
+    *,
+    divided: bool,
+    std_ddof: int = 1,
+    std_eps: float = 0.0,
+    std_eps_mode: str = "add",
+    **unread: object,
+) -> TurnRewards:
+    """Returns the return-to-go of each turn, minus the mean return-to-go of the group's other
+    completions at the same turn: of those that have such a turn, and 0 if there are none.
+
+    `turns` is True for the turns that a valid completion has; elsewhere the advantage is 0. What is
+    subtracted does not depend on the completion itself, so the policy gradient is that of the
+    returns, without a bias, although completions stop at different turns. A mean that includes the
+    completion would shrink its advantage by (n - 1) / n, differently at each turn.
+
+    With `divided` all advantages of a group are divided by the root of their mean square, by the
+    settings of `grpo`: this is no policy gradient, since the divisor depends on the completion. For
+    completions of one turn it is `grpo`, and without `divided` it is `rloo`.
+    """
+    num_prompts, group_size, num_turns = returns.shape
+    # A row for each turn of each group, as `rloo` compares the entries of a row.
+    rows = np.moveaxis(returns, 2, 1).reshape(-1, group_size)
+    has_turn = np.moveaxis(turns, 2, 1).reshape(-1, group_size)
+    is_alone = has_turn & (has_turn.sum(axis=1, keepdims=True) == 1)
+    differences = rloo(rows, has_turn) + np.where(is_alone, rows, 0.0)
+    differences = np.moveaxis(differences.reshape(num_prompts, num_turns, group_size), 1, 2)
+    if not divided:
+        return differences
+    flat = (num_prompts, group_size * num_turns)
+    spread = _std(differences.reshape(flat), turns.reshape(flat), std_ddof, axis=1)
+    return differences / _divisor(spread, std_eps, std_eps_mode)[:, :, None]
+
+
+def by_state(
+    rewards: Rewards,
+    valid: Valid,
+    returns: TurnRewards,
+    turns: Turns,
+    states: States,
+    estimator: Callable[..., np.ndarray],
+    settings: Mapping[str, Any],
+) -> TurnRewards:
+    """Returns the advantage of each completion by its whole reward, plus that of each turn by its
+    return-to-go among all turns of the group that began in the same state. Both are computed by
+    `estimator` (such as `grpo`) with its `settings`. GiGPO, arXiv 2505.10978, eq. 3 to 8, with a
+    weight of 1 for the second.
+
+    `states` has the same number for turns of a group that began in the same state; a state that
+    occurs once adds 0. `turns` is True for the turns that a valid completion has; elsewhere the
+    advantage is 0. A state that a completion meets twice is compared with the completion's own
+    later rewards, so this is no policy gradient.
+    """
+    of_states = np.zeros(returns.shape)
+    for group in range(len(returns)):
+        for state in np.unique(states[group][turns[group]]):
+            members = turns[group] & (states[group] == state)  # [G, K]
+            values = returns[group][members][None]  # as a group of their own
+            of_state = estimator(values, np.ones(values.shape, bool), **settings)
+            of_states[group][members] = of_state[0]
+    of_completions = estimator(rewards, valid, **settings)
+    return np.where(turns, of_completions[:, :, None] + of_states, 0.0)
 
 
 def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:

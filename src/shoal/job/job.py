@@ -315,7 +315,8 @@ class Job(StagedJob):
         needs_rewards = not self.trains or c.algorithm.uses_rewards
         # Not open if loading failed, or if a dry run lacks the data.
         environments = self.loaded_task.environments if self.is_open("loaded_task") else {}
-        of_environments = environment_rewards(environments)
+        by_turn = self.trains and c.algorithm.credit != "completion"
+        of_environments = environment_rewards(environments, by_turn=by_turn)
         if self._given_task:
             of_task = self._given_task.rewards
         else:

@@ -216,8 +216,19 @@ def _completion_record(
         "valid": group.valid[index],
         "correct": None if group.correct is None else group.correct[index],
         "advantage": None if stored.advantages is None else stored.advantages[index],
+        **_by_turn(stored, index),
         "tokens": tokens,
     }
+
+
+def _by_turn(stored: StoredGroup, index: int) -> dict[str, Any]:
+    """Returns the rewards and advantages of a completion's turns by name, those that there are."""
+    values = {}
+    if stored.group.turn_rewards:
+        values["turn_rewards"] = stored.group.turn_rewards[index]
+    if stored.turn_advantages:
+        values["turn_advantages"] = stored.turn_advantages[index]
+    return values
 
 
 # ---- the run on this machine's devices

@@ -155,7 +155,9 @@ class RescoredStep:
     def flipped(self) -> np.ndarray:
         """Mask of completions whose advantage is positive by one reward and negative by the
         other."""
-        return self.both & (np.sign(self.new.advantages) * np.sign(self.old_advantages) < 0)
+        return self.both & (
+            np.sign(self.new.completion_advantages) * np.sign(self.old_advantages) < 0
+        )
 
     def record(self, n: int) -> dict[str, Any]:
         """Returns the group at index `n` of the step as a dict: its step, index and data row, and
@@ -168,7 +170,7 @@ class RescoredStep:
             "rewards": self.new.rewards[n],
             "components": self.components[n],
             "old_advantages": self.old_advantages[n],
-            "advantages": self.new.advantages[n],
+            "advantages": self.new.completion_advantages[n],
         }
 
 
@@ -184,9 +186,11 @@ def rescore_step(
     started = time.perf_counter()
     ids: list[list[list[int]]] = []
     messages = []
+    num_turns = []
     for group in groups:
         ids_of_group = []
         messages_of_group = []
+        num_turns.append([len(completion.turns) for completion in group.completions])
         for completion in group.completions:
             ids_of_group.append(completion.token_ids[completion.loss_mask].tolist())
             messages_of_group.append(completion.messages)
@@ -199,6 +203,7 @@ def rescore_step(
         ids,
         groups[0].step,
         messages=messages,
+        num_turns=num_turns,
     )
     seconds = time.perf_counter() - started
     weights = {function.name: function.weight for function in pool.functions}
@@ -221,6 +226,7 @@ def rescore_step(
                 valid=scores.valid[0],
                 reward_weights=weights,
                 reward_components=components,
+                turn_rewards=tuple(scores.turn_rewards[0]) if scores.turn_rewards else (),
             )
         )
     old = StepTable.of(groups, algorithm)
@@ -230,7 +236,7 @@ def rescore_step(
     for number, entry in enumerate(stored):
         if entry.advantages is None:
             not_stored += 1
-            old_advantages.append(old.advantages[number])
+            old_advantages.append(old.completion_advantages[number])
         else:
             old_advantages.append(entry.advantages)
     return RescoredStep(
@@ -402,12 +408,14 @@ def score_texts(
     step: int = 0,
     progress: Callable[[int, int], None] = _no_progress,
     messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
+    num_turns: Sequence[Sequence[int]] = (),
 ) -> list[Scores]:
     """Scores groups of completions in the pool, waits for all of them, and returns the scores of
     each group, arrays [1, G], in the order of `examples`. `texts` [P][G], `token_ids` [P][G][T]:
     each group's completions. `step`: the run's step, which functions may ask for. `progress` is
     called with the number of groups that are done and of all. The pool stays open. `messages`,
-    [P][G]: the dialogue of each rollout with turns, empty for others."""
+    [P][G]: the dialogue of each rollout with turns, empty for others. `num_turns`, [P][G]: their
+    numbers of turns; () if each has one."""
     scores: dict[Any, Scores] = {}
 
     def take(wait: bool) -> None:
@@ -422,7 +430,15 @@ def score_texts(
         turns: Sequence[Any] = ()
         if messages and any(messages[number]):
             turns = [messages[number]]
-        pool.submit(number, [example], [texts[number]], [token_ids[number]], step, messages=turns)
+        pool.submit(
+            number,
+            [example],
+            [texts[number]],
+            [token_ids[number]],
+            step,
+            messages=turns,
+            num_turns=[num_turns[number]] if num_turns else (),
+        )
         take(wait=False)
     while len(scores) < len(examples):
         take(wait=True)

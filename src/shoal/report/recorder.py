@@ -20,7 +20,7 @@ from shoal.records import Failure, Group, Purpose, StopReason
 from shoal.report.console import Console
 from shoal.report.sinks import Background, GroupWriter, completion_rows
 from shoal.report.watch import Watch
-from shoal.runs.groups import TokenLogprobs
+from shoal.runs.groups import TokenLogprobs, TurnAdvantages
 from shoal.runs.layout import parts_of
 from shoal.runs.lines import Summary, evaluation_scalars
 from shoal.runs.metrics import ENVIRONMENT, MetricSet, logged_name
@@ -32,6 +32,8 @@ from shoal.text import FAILED_CALL, count, duration
 EvaluationFigures: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 """Data set -> figure -> value, of one evaluation."""
 
+MOST_TURNS = 32
+"""Most turns that get metrics of their own."""
 MOST_TOOLS = 20
 """Most tools that get metrics of their own."""
 SECONDS_TO_STOP = 3.0
@@ -50,6 +52,8 @@ class StepRecord:
     logprobs: TokenLogprobs  # the trainer's log-probs, from before the step's first update
     metrics: MetricSet  # metrics that the updates measured
     seconds: float
+    # by group, completion and turn; empty if advantages are of whole completions
+    turn_advantages: TurnAdvantages = ()
     num_discarded: int = 0  # number of groups that dynamic sampling replaced
     prompts_dropped: int = 0  # number since the run began
     prompts_retired: int = 0
@@ -140,6 +144,8 @@ class Recorder:
         started = time.perf_counter()
         _add_group_metrics(metrics, record.groups, record.advantages, record.nonzero_std)
         _add_turn_metrics(metrics, record.groups)
+        if record.turn_advantages or any(group.turn_rewards for group in record.groups):
+            _add_metrics_by_turn(metrics, record.groups)
         _add_age_metrics(metrics, record.groups, record.logprobs)
         metrics.add("groups/discarded", record.num_discarded)
         metrics.add("version", number)
@@ -184,7 +190,9 @@ class Recorder:
             sink.write_completions(number, rows)
             sink.write(number, result)
         if self.keep_groups:
-            self._groups.put(number, record.groups, record.advantages, record.logprobs)
+            self._groups.put(
+                number, record.groups, record.advantages, record.logprobs, record.turn_advantages
+            )
         self.spent("record", time.perf_counter() - started)
         self.console.step(number, self.steps, result)
         self._warn(self.watch.step(number, result, record.groups))
@@ -592,11 +600,8 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
     if not has_turns:
         return
     for rollout in rollouts:
-        # A turn begins where the loss mask turns from 0 to 1, and with each branch.
-        rises = np.diff(rollout.loss_mask.astype(np.int8), prepend=0) > 0
-        turns = int(np.count_nonzero(rises)) + len(rollout.branches)
-        metrics.add("turns/mean", turns)
-        metrics.add("turns/max", turns)
+        metrics.add("turns/mean", len(rollout.turns))
+        metrics.add("turns/max", len(rollout.turns))
         metrics.add("turns/branches", len(rollout.branches))
         metrics.add("tokens/context", len(rollout) - rollout.num_sampled)
     for reason in (StopReason.MAX_TURNS, StopReason.ENVIRONMENT, StopReason.FAILED):
@@ -620,6 +625,23 @@ def _add_turn_metrics(metrics: MetricSet, groups: Sequence[Group]) -> None:
     for name, _ in Counter(names).most_common(MOST_TOOLS):
         of_tool = [message for message in answers if message["name"] == name]
         _add_call_metrics(metrics, f"/{name}", of_tool, len(rollouts))
+
+
+def _add_metrics_by_turn(metrics: MetricSet, groups: Sequence[Group]) -> None:
+    """Adds the metrics of each of the first MOST_TURNS turns, counted from 1, over valid
+    completions: the share of these that have such a turn, its mean length, and its mean reward if
+    rewards are by turn."""
+    num_valid = sum(int(group.valid.sum()) for group in groups)
+    num_alive = Counter[int]()
+    for group in groups:
+        for index in np.flatnonzero(group.valid):
+            for turn, tokens in enumerate(group.completions[index].turns[:MOST_TURNS]):
+                num_alive[turn] += 1
+                metrics.add(f"turns/length/{turn + 1}", tokens.stop - tokens.start)
+                if group.turn_rewards:
+                    metrics.add(f"turns/reward/{turn + 1}", group.turn_rewards[index][turn])
+    for turn, number in num_alive.items():
+        metrics.add(f"turns/share/{turn + 1}", number, num_valid)
 
 
 def _add_call_metrics(

@@ -3,6 +3,7 @@ environments give themselves."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -56,37 +57,69 @@ class EndedEnvironment:
 
 
 def environment_rewards(
-    environments: Mapping[str, Callable[[], Any]], taken: Collection[str] = ()
+    environments: Mapping[str, Callable[[], Any]],
+    taken: Collection[str] = (),
+    by_turn: bool = False,
 ) -> tuple[RewardFunction, ...]:
     """Returns a reward function of weight 1 for each environment whose class has `get_reward`. The
     function returns what `get_reward` returned at the end of the rollout. It is named after the
     class, with a number added if the name is in `taken` or an earlier environment's. `environments`
     maps names to factories. A factory that is not a class is called once, to find the class. The
-    functions run in the run's own process."""
+    functions run in the run's own process.
+
+    With `by_turn` an environment without `get_reward` has a function too, and of a rollout whose
+    environment paid turns the function returns a list: what each turn was paid, with the rest of
+    what `get_reward` returned at the last turn."""
     rewards: list[RewardFunction] = []
     names = list(taken)
     for name, factory in environments.items():
         environment_type = EnvironmentKind.of(name, factory).type
-        if hasattr(environment_type, "get_reward"):
+        if by_turn or hasattr(environment_type, "get_reward"):
             function_name = unused_name(environment_type.__name__, names)
             names.append(function_name)
-            function = partial(_reward_of, name)
+            function = partial(_reward_of, name, by_turn)
             rewards.append(RewardFunction(function_name, function, runs_in_process=True))
     return tuple(rewards)
 
 
 def _reward_of(
     kind: str,
+    by_turn: bool,
     completions: Sequence[Any],
     environments: Sequence[EndedEnvironment] = (),
     **columns: Any,
-) -> list[float | None]:
-    """Returns the reward of each completion's environment; None if that is not the environment
-    named `kind`, or if there is none. With `kind` bound by `partial` it is a reward function."""
+) -> list[float | list[float] | None]:
+    """Returns the reward of each completion's environment, with `by_turn` as a list where it paid
+    turns; None if that is not the environment named `kind`, or if there is none. With `kind` and
+    `by_turn` bound by `partial` it is a reward function."""
     if not environments:
         return [None] * len(completions)
     rewards = []
-    for environment in environments:
-        is_of_kind = vars(environment)["_kind"] == kind
-        rewards.append(environment.get_reward() if is_of_kind else None)
+    for completion, environment in zip(completions, environments, strict=True):
+        reward = None
+        if vars(environment)["_kind"] == kind:
+            reward = environment.get_reward()
+            paid = paid_by_turn(completion)
+            if by_turn and paid is not None:
+                reward = _with_rest(paid, reward)
+        rewards.append(reward)
     return rewards
+
+
+def paid_by_turn(completion: Any) -> list[float] | None:
+    """Returns what an environment paid for each turn of a completion, 0 where it paid nothing; None
+    if it paid for none. `completion`: messages; a text has no turns that were paid."""
+    if isinstance(completion, str):
+        return None
+    turns = [message for message in completion if message["role"] == "assistant"]
+    if not any("reward" in message for message in turns):
+        return None
+    return [message.get("reward", 0.0) for message in turns]
+
+
+def _with_rest(paid: list[float], total: float | None) -> list[float]:
+    """Returns the rewards of turns whose sum is `total`, what the whole rollout earned: what was
+    paid, with the rest at the last turn. `total` None: what was paid is all."""
+    if total is None:
+        return paid
+    return [*paid[:-1], total - math.fsum(paid[:-1])]

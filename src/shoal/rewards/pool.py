@@ -138,17 +138,18 @@ class RewardPool:
         trial: Sequence[str] = (),
         messages: Sequence[Any] = (),
         environments: Sequence[Any] = (),
+        num_turns: Sequence[Any] = (),
     ) -> None:
         """Queues P groups of G completions for scoring; `collect` returns their scores with the
         ticket. Calls the functions that run in this process before it returns, and does not wait
         for the workers.
 
         `step` is the number of steps that are done. `texts`, `completion_ids`, and for rollouts
-        with turns `messages` and `environments`, are [P][G]. `on_error` (`error`, `zero` or `skip`)
-        replaces `reward.on_error` for these groups. `trial` is given if the completions are known
-        answers that are scored before the run, and names what each completion of a group is, such
-        as `right answer`. The first call that times out ends a trial; the values that are missing
-        then are NaN.
+        with turns `messages`, `environments` and `num_turns`, are [P][G]. `on_error` (`error`,
+        `zero` or `skip`) replaces `reward.on_error` for these groups. `trial` is given if the
+        completions are known answers that are scored before the run, and names what each completion
+        of a group is, such as `right answer`. The first call that times out ends a trial; the
+        values that are missing then are NaN.
 
         Raises ShoalError if a column cannot be sent to another process, or if the workers have
         ended. An error of a function is raised by `collect`. ValueError if the groups are empty, of
@@ -170,6 +171,7 @@ class RewardPool:
             trial,
             messages,
             environments,
+            num_turns,
         )
         job = _Job(ticket, batch, policy)
         self.watch.begin_wait()

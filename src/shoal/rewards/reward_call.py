@@ -84,6 +84,9 @@ class CallResult:
     """
 
     values: list[float | None] = field(default_factory=list)
+    # for each completion its rewards by turn, whose sum is its value; None where the function gave
+    # one number for all turns; [] if it did so for all
+    turns: list[list[float] | None] = field(default_factory=list)
     # (index in the call, the value that is no number)
     bad: list[tuple[int, str]] = field(default_factory=list)
     extra: dict[str, list[Any]] = field(default_factory=dict)  # log_extra: column -> n values
@@ -138,6 +141,8 @@ class Batch:
     # All messages after each prompt; empty unless rollouts have turns.
     messages: Sequence[Sequence[Mapping[str, Any]]] = ()
     environments: Sequence[Any] = ()  # the `EndedEnvironment` of each completion; may be empty
+    # The number of the model's turns in each completion; may be empty, if each is one turn.
+    num_turns: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -150,13 +155,15 @@ class Batch:
         trial: Sequence[str] = (),
         messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
         environments: Sequence[Sequence[Any]] = (),
+        num_turns: Sequence[Sequence[int]] = (),
     ) -> Batch:
         """Returns the batch of P examples with G completions each. `prompts` are the P prompts that
-        were sampled from; texts, ids, messages and environments are [P][G], the last two () if
-        there are none. The columns are those of the examples, but `prompt`, `completion` and
-        `completion_ids`; a column that only some examples have is None for the others. The entries
-        are in the order of the examples, the completions of one side by side. The lengths of
-        `messages` and `environments` are not checked.
+        were sampled from; texts, ids, messages, environments and numbers of turns are [P][G], the
+        last three () if there are none. The columns are those of the examples, but `prompt`,
+        `completion` and `completion_ids`; a column that only some examples have is None for the
+        others. The entries are in the order of the examples, the completions of one side by side.
+        The lengths of
+        `messages`, `environments` and `num_turns` are not checked.
 
         `trial` names the G known answers of a group, such as `right answer`, if the completions are
         these; () if they were sampled. ValueError if the lengths differ or the groups have
@@ -201,6 +208,7 @@ class Batch:
             trial=tuple(trial),
             messages=list(chain.from_iterable(messages)),
             environments=list(chain.from_iterable(environments)),
+            num_turns=list(chain.from_iterable(num_turns)),
         )
 
     def __len__(self) -> int:
@@ -219,6 +227,7 @@ class Batch:
             places=[self.places[i]],
             messages=self.messages[i : i + 1],
             environments=self.environments[i : i + 1],
+            num_turns=self.num_turns[i : i + 1],
             columns={name: [values[i]] for name, values in self.columns.items()},
         )
 
@@ -471,22 +480,57 @@ def _result_of_return(
     reward: RewardFunction, result: Any, batch: Batch, call_log: _CallLog
 ) -> CallResult:
     """Returns the result of a call that returned `result`. Its `values` are finite floats or None;
-    `bad` lists the values that are neither, which are None in `values`. What the function logged,
-    `call_log`, becomes its `extra` and `metrics`. _BrokenConvention if `result` has another form
-    than the function's convention asks for."""
+    `bad` lists the values that are neither, which are None in `values`. A list with a number for
+    each of a completion's turns has their sum as value, and is in `turns`. What the function
+    logged, `call_log`, becomes its `extra` and `metrics`. _BrokenConvention if `result` has another
+    form than the function's convention asks for."""
     if reward.per_completion:
         returned = [_verl_score(result, call_log)]
     else:
         returned = _checked_list(result, batch)
     values: list[float | None] = []
+    turns: list[list[float] | None] = []
     bad: list[tuple[int, str]] = []
     for i, value in enumerate(returned):
-        number = _finite_or_text(value)
+        rewards = None
+        if _is_by_turn(value):
+            num_turns = batch.num_turns[i] if batch.num_turns else 1
+            rewards = _turn_rewards(value, num_turns)
+            if isinstance(rewards, str):
+                number = rewards
+                rewards = None
+            else:
+                number = math.fsum(rewards)
+        else:
+            number = _finite_or_text(value)
         if isinstance(number, str):
             bad.append((i, number))
             number = None
         values.append(number)
-    return CallResult(values, bad, call_log.extra, call_log.metrics)
+        turns.append(rewards)
+    if all(rewards is None for rewards in turns):
+        turns = []
+    return CallResult(values, turns, bad, call_log.extra, call_log.metrics)
+
+
+def _is_by_turn(value: Any) -> bool:
+    """True if a function's value for one completion has a reward for each turn: it is a list, a
+    tuple or an array."""
+    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
+
+
+def _turn_rewards(value: Sequence[Any], num_turns: int) -> list[float] | str:
+    """Returns the rewards of a completion's turns as floats; a text that shows what is wrong if
+    there is not one for each turn, or if one is no finite number."""
+    rewards = []
+    for entry in value:
+        number = _finite_or_text(entry)
+        if not isinstance(number, float):
+            return f"{number} among the rewards of turns"
+        rewards.append(number)
+    if len(rewards) != num_turns:
+        return f"{count(len(rewards), 'reward')} for {count(num_turns, 'turn')}"
+    return rewards
 
 
 def _checked_list(result: Any, batch: Batch) -> list[Any]:

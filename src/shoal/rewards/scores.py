@@ -49,6 +49,9 @@ class Scores:
     components: Mapping[str, np.ndarray]
     # bool[P, G]: at least one function could judge, and none failed with `reward.on_error=skip`.
     valid: np.ndarray
+    # [P][G]: float64[number of turns], the weighted sum by the turn that earned it; [] if no
+    # function judged by turn.
+    turn_rewards: list[list[np.ndarray]] = field(default_factory=list)
     # log_extra: column -> [P][G]
     extra: Mapping[str, list[list[Any]]] = field(default_factory=dict)
     # log_metric: name -> logged values
@@ -66,9 +69,16 @@ def with_failed_environments(scores: Scores, failures: Sequence[Failure], policy
         if failure.completion is not None:
             failed[0, failure.completion] = True
     reward_of_failed = 0.0 if policy == "zero" else np.nan
+    turn_rewards = []
+    for of_group in scores.turn_rewards:
+        for index in np.flatnonzero(failed[0]):
+            of_group = [*of_group]
+            of_group[index] = np.full_like(of_group[index], reward_of_failed)
+        turn_rewards.append(of_group)
     return replace(
         scores,
         rewards=np.where(failed, reward_of_failed, scores.rewards),
+        turn_rewards=turn_rewards,
         valid=np.where(failed, policy == "zero", scores.valid),
         failures=(*scores.failures, *failures),
     )
@@ -194,6 +204,24 @@ def weighted_sum(weights: Sequence[float], values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values).all(axis=0), np.nan, summed)
 
 
+def weighted_turns(
+    weights: Sequence[float],
+    values: np.ndarray,
+    turns: Sequence[np.ndarray | None],
+    num_turns: int,
+) -> np.ndarray:
+    """Returns the weighted sum over F functions for each turn of one completion, float64[number of
+    turns]: of a function that judged by turn its rewards `turns[F]` (None: it did not), of the
+    others their values[F] at the last turn. NaN (a function could not judge) is left out."""
+    summed = np.zeros(num_turns)
+    for weight, value, of_function in zip(weights, values, turns, strict=True):
+        if of_function is not None:
+            summed += weight * of_function
+        elif num_turns and not np.isnan(value):
+            summed[-1] += weight * value
+    return summed
+
+
 def sum_scores(
     functions: Sequence[RewardFunction],
     batch: Batch,
@@ -218,11 +246,21 @@ def sum_scores(
     valid = np.isfinite(stacked).any(axis=0) & ~skipped
     weights = [function.weight for function in functions]
     rewards = np.where(valid, weighted_sum(weights, stacked), np.nan)
+    num_prompts, group_size = batch.shape
+    turn_rewards: list[list[np.ndarray]] = []
+    if any(column.turns for column in columns):
+        num_turns = batch.num_turns or [1] * len(batch)
+        by_completion = []
+        for i in range(len(batch)):
+            turns = [column.turns.get(i) for column in columns]
+            summed = weighted_turns(weights, stacked[:, i], turns, num_turns[i])
+            by_completion.append(np.where(valid[i], summed, np.nan))
+        for p in range(num_prompts):
+            turn_rewards.append(by_completion[p * group_size : (p + 1) * group_size])
     components: dict[str, np.ndarray] = {}
     extra: dict[str, list[list[Any]]] = {}
     metrics: dict[str, list[float]] = {}
     failures: list[Failure] = []
-    num_prompts, group_size = batch.shape
     for column in columns:
         for name, values in column.extra.items():
             groups = [values[p * group_size : (p + 1) * group_size] for p in range(num_prompts)]
@@ -235,6 +273,7 @@ def sum_scores(
         rewards=rewards.reshape(batch.shape),
         components=components,
         valid=valid.reshape(batch.shape),
+        turn_rewards=turn_rewards,
         extra=extra,
         metrics=metrics,
         failures=tuple(failures),
@@ -255,6 +294,8 @@ class ScoreColumn:
         self.on_error = on_error
         self.limit_seconds = limit_seconds
         self.values = np.full(len(batch), np.nan)
+        # Index of a completion -> its rewards by turn, for those that were judged by turn.
+        self.turns: dict[int, np.ndarray] = {}
         self.skipped = np.zeros(len(batch), dtype=bool)
         self.failures: list[Failure] = []
         self.extra: dict[str, list[Any]] = {}
@@ -294,13 +335,16 @@ class ScoreColumn:
             return
         values = [np.nan if value is None else value for value in result.values]
         self.values[part.start : part.stop] = values
+        for i_of_call, rewards in enumerate(result.turns):
+            if rewards is not None:
+                self.turns[part.start + i_of_call] = np.array(rewards)
         for i_of_call, text in result.bad:
             i = part.start + i_of_call
             self._fail(
                 i,
                 CallResult(kind="not a number", text=text),
-                f"for {self.batch.describe(i)}: expected a finite number, or None where it cannot "
-                "judge",
+                f"for {self.batch.describe(i)}: expected a finite number, a list with one for each "
+                "turn of the model, or None where it cannot judge",
             )
         for column, logged_values in result.extra.items():
             if column not in self.extra:

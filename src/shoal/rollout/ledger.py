@@ -312,6 +312,7 @@ def make_group(
         subset=request.subset,
         extra={name: column[position] for name, column in scores.extra.items()},
         reward_weights={reward.name: reward.weight for reward in task.rewards},
+        turn_rewards=tuple(scores.turn_rewards[position]) if scores.turn_rewards else (),
     )
     # Whether a completion is correct does not come from the sum of rewards: a weighted sum, or a
     # user's own reward, says nothing about accuracy.
@@ -355,6 +356,7 @@ class GroupRewards:
                 if rollout.environment:
                     environments.append(rollout.environment)
             turns["environments"] = [environments]
+            turns["num_turns"] = [[len(completion.turns) for completion in entry.completions]]
         self.pool.submit(
             entry.id,
             [entry.request.example],

@@ -552,12 +552,14 @@ class TurnDriver:
         "call", "respond" or "end"; one that is `fatal` is a failure of the environment, whatever it
         answers. Every reply of a rollout function but that to "end" is its next request. Returns
         the messages that continue or end the rollout at its host; [] if the host has nothing to do
-        yet. A reward for the turn is stored in the rollout's last message."""
+        yet. A reward for the turn is added to that of the rollout's last message."""
         if reply.fatal:
             return self._handle_failure(rollout, reply)
         kind = self._kind(rollout)
         if reply.reward is not None and rollout.messages:
-            rollout.messages[-1] = {**rollout.messages[-1], "reward": reply.reward}
+            # A turn with several calls is paid for each.
+            turn_reward = rollout.messages[-1].get("reward", 0.0) + reply.reward
+            rollout.messages[-1] = {**rollout.messages[-1], "reward": turn_reward}
         if kind and kind.is_rollout_function and reply.what != "end":
             # The value is the function's request as JSON; None once the function has returned.
             return self._do_requested(rollout, reply.value and json.loads(reply.value))

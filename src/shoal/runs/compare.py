@@ -621,6 +621,17 @@ def _rewards(a: StoredGroup, b: StoredGroup) -> Differences:
         if difference:
             completion, values = difference
             yield what, completion, None, values
+    yield from _of_turns("reward", x.turn_rewards, y.turn_rewards)
+
+
+def _of_turns(what: str, a: Sequence[np.ndarray], b: Sequence[np.ndarray]) -> Differences:
+    """Yields the first turn of each completion at which values by turn differ ("reward of turn 2").
+    Without values by turn, `a` or `b` is empty."""
+    for number, (of_a, of_b) in enumerate(zip_longest(a, b, fillvalue=NOTHING)):
+        difference = first_difference(of_a, of_b)
+        if difference:
+            turn, values = difference
+            yield f"{what} of turn {turn + 1}", number, None, values
 
 
 def _update(a: StoredGroup, b: StoredGroup) -> Differences:
@@ -632,6 +643,7 @@ def _update(a: StoredGroup, b: StoredGroup) -> Differences:
     if difference:
         completion, values = difference
         yield "advantage", completion, None, values
+    yield from _of_turns("advantage", a.turn_advantages, b.turn_advantages)
     # strict: groups with different numbers of completions differ in an earlier stage, "sampling".
     for number, (of_a, of_b) in enumerate(zip(a.token_arrays, b.token_arrays, strict=True)):
         for name in {**of_a, **of_b}:

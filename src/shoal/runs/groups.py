@@ -17,6 +17,8 @@ use it without unpacking.
                                                        prompt, as JSON text; its prompt where an
                                                        environment began it differently
     branches                                           what follows other prompts, as JSON text
+    turn_rewards turn_advantages                       where rewards, or advantages, are by turn:
+                                                       one entry a turn of the model
 
 `column/*` and `extra/*` are text, numbers or booleans if all values have that type, else JSON text.
 Values that a group's completions share are repeated in each row of the group: for prompts four
@@ -55,6 +57,11 @@ Advantages: TypeAlias = "Sequence[Any] | None"
 none."""
 
 
+TurnAdvantages: TypeAlias = "Sequence[Sequence[np.ndarray]]"
+"""For each group the advantages of the turns of each completion, float64[number of turns]; empty
+if advantages are of whole completions."""
+
+
 _NOTES = b"shoal"
 """The key of the parquet file's own metadata, which say which columns hold JSON text."""
 
@@ -68,6 +75,11 @@ _BY_TOKEN = {
 }
 
 
+_BY_TURN = ("turn_rewards", "turn_advantages")
+"""Columns with one float64 for each turn. A file whose rewards and advantages are of whole
+completions does not have them."""
+
+
 @dataclass(frozen=True)
 class StoredGroup:
     """A group read from disk, with the advantages and arrays that were stored beside it."""
@@ -76,6 +88,8 @@ class StoredGroup:
     advantages: np.ndarray | None  # float64[G]; None if no update used the group
     # for each completion: name -> float32[T]; {} if it was not trained on
     token_arrays: tuple[Mapping[str, np.ndarray], ...]
+    # of each completion, float64[number of turns]; () if advantages are of whole completions
+    turn_advantages: tuple[np.ndarray, ...] = ()
 
 
 def groups_file(purpose: Purpose, subset: str, step: int) -> str:
@@ -106,16 +120,17 @@ def write_file(
     groups: Sequence[Group],
     advantages: Advantages = None,
     logprobs: TokenLogprobs | None = None,
+    turn_advantages: TurnAdvantages = (),
 ) -> None:
     """Writes groups to a parquet file that appears whole or not at all, and waits until it is on
     the disk; makes its folder if there is none, and replaces an existing file. `advantages`,
-    `logprobs`: the trainer's, as their types say; absent for an evaluation.
+    `logprobs`, `turn_advantages`: the trainer's, as their types say; absent for an evaluation.
 
     ShoalError if the file cannot be written; ValueError if there is not one advantage per
     completion and one log-prob per token."""
     import pyarrow.parquet as pq
 
-    table = to_table(groups, advantages, logprobs)
+    table = to_table(groups, advantages, logprobs, turn_advantages)
     # Log-probs hardly repeat: a dictionary of them takes twice the time. Split by byte, they make
     # the file 7% smaller.
     dictionaries = set(table.column_names) - {"logprobs", "trainer_logprobs", "text"}
@@ -134,7 +149,10 @@ def write_file(
 
 
 def to_table(
-    groups: Sequence[Group], advantages: Advantages = None, logprobs: TokenLogprobs | None = None
+    groups: Sequence[Group],
+    advantages: Advantages = None,
+    logprobs: TokenLogprobs | None = None,
+    turn_advantages: TurnAdvantages = (),
 ) -> pa.Table:
     """Returns the groups as an Arrow table with one row per completion, in the columns that the
     head of this module lists. ValueError if there is not one advantage per completion and one
@@ -196,6 +214,14 @@ def to_table(
             column.extend(group.extra.get(name, [None] * group.size))
     as_json += _add_free_columns(table, extras)
     as_json += _add_turns(table, completions)
+    turn_rewards: list[np.ndarray | None] = []
+    for group in groups:
+        turn_rewards.extend(group.turn_rewards or [None] * group.size)
+    if any(rewards is not None for rewards in turn_rewards):
+        table["turn_rewards"] = _lists(turn_rewards, np.float64)
+    if turn_advantages:
+        flat = [of_completion for of_group in turn_advantages for of_completion in of_group]
+        table["turn_advantages"] = _lists(flat, np.float64)
     shared: dict[str, list[Any]] = {"prompt": []}
     for group in groups:
         shared["prompt"].append(group.example.prompt)
@@ -454,6 +480,9 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
         if name in _BY_TOKEN:
             columns[name] = _arrays(table[name], _BY_TOKEN[name])
             continue
+        if name in _BY_TURN:
+            columns[name] = _arrays(table[name], np.float64)
+            continue
         values = table[name].to_pylist()
         if name in as_json:
             values = [None if value is None else json.loads(value) for value in values]
@@ -504,6 +533,7 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
         subset=first["subset"],
         extra=_under(rows, "extra/"),
         reward_weights=weights,
+        turn_rewards=_of_turns(rows, "turn_rewards"),
     )
     advantages = None
     if None not in rows["advantage"]:
@@ -511,7 +541,15 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
     token_arrays = []
     for logprobs in rows["trainer_logprobs"]:
         token_arrays.append({} if logprobs is None else {"trainer_logprobs": logprobs})
-    return StoredGroup(group, advantages, tuple(token_arrays))
+    turn_advantages = _of_turns(rows, "turn_advantages")
+    return StoredGroup(group, advantages, tuple(token_arrays), turn_advantages)
+
+
+def _of_turns(rows: Mapping[str, list[Any]], name: str) -> tuple[np.ndarray, ...]:
+    """Returns a group's values by turn from its rows of the table, an array for each completion; ()
+    if it has none."""
+    values = rows.get(name, [None])
+    return () if values[0] is None else tuple(values)
 
 
 def _row(rows: Mapping[str, list[Any]], index: int) -> dict[str, Any]:
@@ -649,6 +687,10 @@ def _completion_record(stored: StoredGroup, index: int) -> dict[str, Any]:
         record["correct"] = group.correct[index]
     if stored.advantages is not None:
         record["advantage"] = stored.advantages[index]
+    if group.turn_rewards:
+        record["turn_rewards"] = group.turn_rewards[index]
+    if stored.turn_advantages:
+        record["turn_advantages"] = stored.turn_advantages[index]
     if not np.all(completion.loss_mask):
         record["loss_mask"] = completion.loss_mask
     if np.any(completion.versions != group.version):

@@ -68,6 +68,10 @@ turns/mean | turns | mean | turns of the model in a rollout
 turns/max | turns | max | most turns of a rollout
 turns/branches | branches | mean | branches of a rollout: what follows a prompt that told earlier \
 turns anew
+turns/share/{turn} | share | mean | valid completions that have such a turn, from 1; with rewards \
+or advantages by turn (algorithm.credit)
+turns/length/{turn} | tokens | mean | tokens of that turn
+turns/reward/{turn} | reward | mean | reward of that turn, as its functions' weights add it up
 tools/call_frequency | calls | mean | tool calls in a rollout
 tools/failure_frequency | share | mean | tool calls that were answered with an error
 tools/truncated_bytes | bytes | sum | bytes of results beyond environment.result_bytes, which were \

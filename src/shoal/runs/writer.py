@@ -31,7 +31,13 @@ from typing import Any
 from shoal.buckets import RUNS, send
 from shoal.files import check_local, explain_write_errors
 from shoal.records import Group, Purpose, ShoalError
-from shoal.runs.groups import TokenLogprobs, groups_file, read_file, write_file
+from shoal.runs.groups import (
+    TokenLogprobs,
+    TurnAdvantages,
+    groups_file,
+    read_file,
+    write_file,
+)
 from shoal.runs.layout import (
     CONFIG,
     DECIDED,
@@ -297,16 +303,18 @@ class RunWriter:
         groups: Sequence[Group],
         advantages: Any = None,
         trainer_logprobs: TokenLogprobs | None = None,
+        turn_advantages: TurnAdvantages = (),
     ) -> Path:
         """Writes a step's groups atomically to `groups/step_000012.parquet`, or those of an
         evaluation to `groups/evaluate_<data set>_000012.parquet`, and returns the path. The first
         group says which of the two it is; without groups it is a training step. `step`: from 1, of
         an evaluation the version. `advantages`: by group and completion, [P, G];
         `trainer_logprobs`: (number of the group, index of the completion) -> the trainer's
-        log-probs; both None for an evaluation. ShoalError if the file cannot be written."""
+        log-probs; `turn_advantages`: by group, completion and turn, if advantages are by turn. All
+        are absent for an evaluation. ShoalError if the file cannot be written."""
         purpose, subset = (groups[0].purpose, groups[0].subset) if groups else (Purpose.TRAIN, "")
         path = self.groups_path / groups_file(purpose, subset, step)
-        write_file(path, groups, advantages, trainer_logprobs)
+        write_file(path, groups, advantages, trainer_logprobs, turn_advantages)
         return path
 
     def solved_question(self, subset: str, last: int) -> tuple[Group, Group] | None:

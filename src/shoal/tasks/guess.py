@@ -2,12 +2,14 @@
 environment answers in words. Riddles are generated.
 
 The environment says whether the number is higher or lower, and ends the rollout once the number was
-named. A riddle is a number together with the words that ask for it, which say nothing about the
-number; held-out riddles are such pairs.
+named. It pays each question for the numbers that its answer rules out. A riddle is a number
+together with the words that ask for it, which say nothing about the number; held-out riddles are
+such pairs.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from random import Random
 
@@ -48,26 +50,41 @@ _NUMBER = re.compile(r"\s*([0-9]{1,3})\s*")
 
 class Guess:
     """The environment of one number that is to be guessed; its reward is 1 once the number was
-    named."""
+    named. The attribute `reward` is that of the last question: how much nearer it came to that, by
+    the logarithm of the number of numbers that are left. So halving them pays the same at each
+    turn, and what all questions up to the right one were paid is 1."""
 
     def __init__(self) -> None:
-        self.number, self.questions, self.found = 0, 0, False
+        self.reset(0)
 
     def reset(self, number: int, **columns: object) -> None:
         self.number, self.questions, self.found = number, 0, False
+        self.low, self.high = 1, MOST  # what the answers leave
+        self.reward = 0.0
 
     def respond(self, message: str) -> str | None:
         """Returns the answer to a guess: `higher`, `lower` or `no number`. None if the rollout is
         over, because the guess is right or was the last. A message that is no number from 1 to 100
         counts as a question too."""
         guess = number_of(message)
+        num_left = self._num_left()
         self.questions += 1
         self.found = guess == self.number
+        if guess is not None and guess < self.number:
+            self.low = max(self.low, guess + 1)
+        elif guess is not None:
+            self.high = min(self.high, guess - 1)
+        # One more than are left, as if "not named yet" were one of them.
+        self.reward = math.log((num_left + 1) / (self._num_left() + 1)) / math.log(MOST + 1)
         if self.found or self.questions == MAX_QUESTIONS:
             return None
         if guess is None:
             return "no number"
         return "higher" if guess < self.number else "lower"
+
+    def _num_left(self) -> int:
+        """The number of numbers that the answers so far do not rule out; 0 once it was named."""
+        return 0 if self.found else self.high - self.low + 1
 
     def get_reward(self) -> float:
         return float(self.found)

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shoal.records import Group
+from shoal.records import Completion, Group
 
 
 @jax.tree_util.register_dataclass
@@ -243,7 +243,8 @@ def pack(
     """Packs the groups numbered in `include`, from 0, into micro-batches of `shapes`, which come
     largest first, and returns these.
 
-    `advantages[P, G]` and `weights[P, G]` have one number for all tokens of a completion.
+    `advantages` and `weights` are [P, G], one number for all tokens of a completion, or [P, G, K],
+    one for each of its turns.
     Completions that are not valid, or have no tokens, are left out. `old_logprobs` and
     `ref_logprobs` are 0 if they are None. `teacher_bonus` is added to the advantage of each token.
     `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all.
@@ -294,8 +295,9 @@ def pack(
             loss_mask = completion.loss_mask[tokens]
             arrays.loss_mask[slots] = loss_mask
             arrays.sampler_logprobs[slots] = completion.logprobs[tokens]
-            arrays.weight[slots] = weights[completion_key] * loss_mask
-            arrays.advantage[slots] = advantages[completion_key]
+            weight = _by_token(weights[completion_key], completion, tokens)
+            arrays.weight[slots] = weight * loss_mask
+            arrays.advantage[slots] = _by_token(advantages[completion_key], completion, tokens)
             if old_logprobs:
                 arrays.old_logprobs[slots] += old_logprobs[completion_key][tokens]
             if ref_logprobs:
@@ -309,6 +311,18 @@ def pack(
                 row, columns = slots
                 arrays.support_ids[row, columns, : support_ids.shape[1]] = support_ids
     return batches
+
+
+def _by_token(values: np.ndarray, completion: Completion, tokens: slice) -> np.ndarray:
+    """Returns the values of some tokens of a completion. `values` is one number for all tokens,
+    which is returned itself, or has a number for each turn; tokens of context then have 0."""
+    if np.ndim(values) == 0:
+        return values
+    by_token = np.zeros(len(completion))
+    # `values` are as many as the longest completion of the step has turns.
+    for value, turn in zip(values, completion.turns, strict=False):
+        by_token[turn] = value
+    return by_token[tokens]
 
 
 @dataclass

@@ -526,7 +526,8 @@ class Run:
         record = StepRecord(
             step=step,
             groups=groups,
-            advantages=table.advantages,
+            advantages=table.completion_advantages,
+            turn_advantages=table.turn_advantages,
             nonzero_std=table.nonzero_std,
             logprobs=outcome.logprobs,
             metrics=outcome.metrics,

@@ -1,5 +1,6 @@
-"""The groups of a step as arrays, and their advantages by the settings of `algorithm`. Does not
-load JAX, so that `shoal rescore` starts fast."""
+"""The groups of a step as arrays, and their advantages by the settings of `algorithm`: of
+completions, or of their turns (`algorithm.credit`). Does not load JAX, so that `shoal rescore`
+starts fast."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shoal.algorithm.advantage import nonzero_std
+from shoal.algorithm.advantage import by_state, by_turn, nonzero_std, returns_to_go
 from shoal.config.choices import ADVANTAGES
 from shoal.config.sections.algorithm import AlgorithmSection
-from shoal.records import Group, StopReason
+from shoal.records import Completion, Group, StopReason
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,31 @@ class StepTable:
     valid: np.ndarray
     lengths: np.ndarray  # number of tokens that the model sampled
     truncated: np.ndarray  # True if the completion reached the limit
-    advantages: np.ndarray
+    advantages: np.ndarray  # with credit by turn [P, G, K], for at most K turns
     nonzero_std: np.ndarray  # [P]
+    turns: TurnTable | None = None  # with credit by turn
+
+    @property
+    def completion_advantages(self) -> np.ndarray:
+        """The advantage of each completion [P, G]: with credit by turn the mean over its sampled
+        tokens."""
+        if self.turns is None:
+            return self.advantages
+        total = (self.advantages * self.turns.lengths).sum(axis=2)
+        return total / np.maximum(self.turns.lengths.sum(axis=2), 1)
+
+    @property
+    def turn_advantages(self) -> list[list[np.ndarray]]:
+        """The advantages of the turns of each group's completions, float64[number of turns]; []
+        with credit by completion."""
+        if self.turns is None:
+            return []
+        numbers = (self.turns.lengths > 0).sum(axis=2)  # [P, G]
+        advantages = []
+        for of_group, num_turns in zip(self.advantages, numbers, strict=True):
+            pairs = zip(of_group, num_turns, strict=True)
+            advantages.append([values[:number] for values, number in pairs])
+        return advantages
 
     @classmethod
     def of(
@@ -45,15 +69,94 @@ class StepTable:
         penalised = rewards
         if penalty is not None:
             penalised = rewards - penalty
-        advantages = step_advantages(
-            a=a,
-            rewards=penalised,
-            valid=valid,
-            lengths=lengths,
-            components=components,
-            weights=weights,
+        turns = None
+        if a.credit == "completion":
+            advantages = step_advantages(
+                a=a,
+                rewards=penalised,
+                valid=valid,
+                lengths=lengths,
+                components=components,
+                weights=weights,
+            )
+        else:
+            turns = TurnTable.of(groups, penalty)
+            advantages = turn_advantages(a, penalised, valid, turns)
+        different = nonzero_std(rewards, valid)
+        return cls(rewards, valid, lengths, truncated, advantages, different, turns)
+
+
+@dataclass(frozen=True)
+class TurnTable:
+    """The turns of a step's completions as arrays, [P, G, K] each: K is the number of turns of the
+    completion that has most. What lies behind a completion's last turn is 0 and False."""
+
+    rewards: np.ndarray  # the reward that each turn earned; 0 if the completion is not valid
+    turns: np.ndarray  # True for the turns that a valid completion has
+    lengths: np.ndarray  # number of tokens that the model sampled
+    # the same number for turns of a group that began with the same words of the environment
+    states: np.ndarray
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], penalty: np.ndarray | None = None) -> TurnTable:
+        """Makes the table of a step's groups. Of completions whose reward is not by turn the last
+        turn earned all. `penalty[P, G]` is subtracted from the last turn's reward."""
+        most_turns = 1
+        for group in groups:
+            for completion in group.completions:
+                most_turns = max(most_turns, len(completion.turns))
+        shape = (len(groups), groups[0].size, most_turns)
+        table = cls(
+            rewards=np.zeros(shape),
+            turns=np.zeros(shape, bool),
+            lengths=np.zeros(shape, np.int64),
+            states=np.zeros(shape, np.int64),
         )
-        return cls(rewards, valid, lengths, truncated, advantages, nonzero_std(rewards, valid))
+        for row, group in enumerate(groups):
+            numbers: dict[bytes, int] = {}  # of the states of this group
+            for column, completion in enumerate(group.completions):
+                num_turns = len(completion.turns)
+                for turn, tokens in enumerate(completion.turns):
+                    place = (row, column, turn)
+                    state = words_before(completion, turn, group.prompt_of(column)).tobytes()
+                    table.lengths[place] = tokens.stop - tokens.start
+                    table.states[place] = numbers.setdefault(state, len(numbers))
+                if not num_turns or not group.valid[column]:
+                    continue
+                table.turns[row, column, :num_turns] = True
+                if group.turn_rewards:
+                    table.rewards[row, column, :num_turns] = group.turn_rewards[column]
+                else:
+                    table.rewards[row, column, num_turns - 1] = group.rewards[column]
+                if penalty is not None:
+                    table.rewards[row, column, num_turns - 1] -= penalty[row, column]
+        return table
+
+
+def words_before(completion: Completion, turn: int, prompt_ids: np.ndarray) -> np.ndarray:
+    """Returns the token ids of what the environment said last before a turn: the tokens between the
+    turn before and this one; for the first turn of the completion, or of a branch, its prompt.
+    `prompt_ids`: the completion's first prompt."""
+    start = completion.turns[turn].start
+    for branch in completion.branches:
+        if branch.start == start:
+            return branch.prompt_ids
+    if turn == 0:
+        return prompt_ids
+    return completion.token_ids[completion.turns[turn - 1].stop : start]
+
+
+def turn_advantages(
+    a: AlgorithmSection, rewards: np.ndarray, valid: np.ndarray, turns: TurnTable
+) -> np.ndarray:
+    """Computes the advantage of each turn, float64[P, G, K], by `algorithm.credit`. `rewards[P, G]`
+    are those of whole completions, which credit by state needs too."""
+    estimator = ADVANTAGES[a.advantage]
+    settings = estimator.settings(a)
+    returns = returns_to_go(turns.rewards, a.discount)
+    if a.credit == "turn":
+        return by_turn(returns, turns.turns, divided=a.advantage == "grpo", **settings)
+    return by_state(rewards, valid, returns, turns.turns, turns.states, estimator.load(), settings)
 
 
 def step_advantages(

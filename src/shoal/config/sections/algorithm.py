@@ -29,6 +29,14 @@ class AlgorithmSection:
     """Advantage estimator: how the rewards of a group become advantages. none ignores rewards
     (distillation from a teacher alone). sft learns the data's own answers in place of samples
     (`shoal sft`)."""
+    credit: Literal["completion", "turn", "state"] = key("completion", stages=("rewards", "update"))
+    """What is compared within a group, and so has an advantage. completion: whole completions.
+    turn: the rewards from each turn on, with those of the others at that turn (rloo; grpo also
+    divides by the deviation). state: completions, and turns that began with the same words of the
+    environment (GiGPO)."""
+    discount: float = key(1.0, stages=("update",))
+    """credit=turn, state: how much a reward counts for the turn before its own, discount^2 for the
+    turn before that, and so on. 1: credit says which turns earned the reward, not what counts."""
     std_ddof: int = key(1, stages=("update",))
     """Delta degrees of freedom of the standard deviation, as in numpy: 1 divides by n - 1 (TRL,
     Tunix), 0 by n (MaxText)."""
@@ -158,6 +166,7 @@ class AlgorithmSection:
         range, or if a lower bound is above its upper bound. The first fault found is raised. Of the
         lower bounds, -1 stands for their default."""
         require(self.std_ddof in (0, 1), "algorithm.std_ddof", self.std_ddof, "0 or 1")
+        self._check_credit()
         require(
             0 <= self.clip_low <= 1 or POLICY_LOSSES[self.loss].in_logarithms,
             "algorithm.clip_low",
@@ -213,6 +222,34 @@ class AlgorithmSection:
             "algorithm.rejection_cap",
             self.rejection_cap,
             "at least algorithm.rejection_floor, and with -1 for that at least 1",
+        )
+
+    def _check_credit(self) -> None:
+        """Raises ShoalError for a discount that is out of its range or not read, and for an
+        advantage or a loss that cannot tell turns apart."""
+        require(0 <= self.discount <= 1, "algorithm.discount", self.discount, "a number in [0, 1]")
+        if self.credit == "completion":
+            require(
+                self.discount == 1,
+                "algorithm.discount",
+                self.discount,
+                "1, or algorithm.credit=turn or state: a whole completion has no later turns",
+            )
+            return
+        among_turns = {"turn": ("rloo", "grpo"), "state": ("grpo", "dr_grpo", "rloo")}
+        names = among_turns[self.credit]
+        require(
+            self.advantage in names,
+            "algorithm.advantage",
+            self.advantage,
+            f"{' or '.join(names)} with algorithm.credit={self.credit}",
+        )
+        require(
+            not POLICY_LOSSES[self.loss].one_gradient,
+            "algorithm.loss",
+            self.loss,
+            f"a loss by token (as gspo-token) with algorithm.credit={self.credit}: this one has "
+            "one gradient for all tokens of a completion",
         )
 
     @property

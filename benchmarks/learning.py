@@ -39,18 +39,19 @@ TASK = "LEARNING_TASK"
 
 
 class SilentGuess:
-    """The environment of `guess` without a reward of its own."""
+    """The environment of `guess` without a reward in the end. It pays each question for what its
+    answer rules out, which counts with `algorithm.credit=turn` alone."""
 
     def __init__(self) -> None:
-        self._game, self.found = Guess(), False
+        self._game, self.found, self.reward = Guess(), False, 0.0
 
     def reset(self, **columns: Any) -> None:
         self._game.reset(**columns)
-        self.found = False
+        self.found, self.reward = False, 0.0
 
     def respond(self, message: str) -> str | None:
         words = self._game.respond(message)
-        self.found = self._game.found
+        self.found, self.reward = self._game.found, self._game.reward
         return words
 
 

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import inspect
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -236,6 +236,23 @@ class Branch(NamedTuple):
     prompt_ids: np.ndarray
 
 
+def turns_of(loss_mask: np.ndarray, branch_starts: Iterable[int] = ()) -> tuple[slice, ...]:
+    """Returns the slices of the tokens that the model sampled without a break, in order.
+    `loss_mask`: bool[T], True at tokens that the model sampled; a branch, which starts at a token,
+    is a break although no context stands before it."""
+    begins = loss_mask.copy()
+    begins[1:] &= ~loss_mask[:-1]
+    ends = loss_mask.copy()
+    ends[:-1] &= ~loss_mask[1:]
+    for start in branch_starts:
+        if 0 < start < len(loss_mask):
+            begins[start] = loss_mask[start]
+            ends[start - 1] = loss_mask[start - 1]
+    starts = np.flatnonzero(begins).tolist()
+    stops = (np.flatnonzero(ends) + 1).tolist()
+    return tuple(map(slice, starts, stops))
+
+
 @dataclass(frozen=True)
 class Completion:
     """One completion of a group, with T tokens. If the model sampled an end-of-sequence token, that
@@ -290,19 +307,7 @@ class Completion:
         >>> replace(completion, loss_mask=np.array([True, True, False, True, True])).turns
         (slice(0, 2, None), slice(3, 5, None))
         """
-        sampled = self.loss_mask
-        begins = sampled.copy()
-        begins[1:] &= ~sampled[:-1]
-        ends = sampled.copy()
-        ends[:-1] &= ~sampled[1:]
-        for branch in self.branches:
-            # The tokens before a branch have another prompt, also where they touch it.
-            if 0 < branch.start < len(self) and sampled[branch.start]:
-                begins[branch.start] = True
-                ends[branch.start - 1] = sampled[branch.start - 1]
-        starts = np.flatnonzero(begins).tolist()
-        stops = (np.flatnonzero(ends) + 1).tolist()
-        return tuple(map(slice, starts, stops))
+        return turns_of(self.loss_mask, [branch.start for branch in self.branches])
 
     @property
     def sampled_versions(self) -> np.ndarray:

@@ -99,14 +99,15 @@ class Play:
     rewards: np.ndarray  # [K]
 
 
-def plays_of(rng: np.random.Generator, discount: float = 1.0) -> list[Play]:
+def plays_of(rng: np.random.Generator) -> list[Play]:
     """A game of three turns at most with two actions, of which the second may end it; logits,
     rewards and endings at random. All ways in which it can go."""
-    histories = [h for n in range(3) for h in itertools.product((0, 1), repeat=n)]
+    histories: list[tuple[int, ...]] = []
+    for n in range(3):
+        histories += itertools.product((0, 1), repeat=n)
+    ends: list[tuple[int, ...]] = [*histories[1:], *itertools.product((0, 1), repeat=3)]
     logit = dict(zip(histories, rng.normal(size=len(histories)), strict=True))
-    reward = {
-        h: rng.normal() + len(h) for n in (1, 2, 3) for h in itertools.product((0, 1), repeat=n)
-    }
+    reward = {history: rng.normal() + len(history) for history in ends}
     plays = []
 
     def go_on(history: tuple[int, ...], probability: float, scores: list, rewards: list) -> None:

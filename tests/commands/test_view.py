@@ -51,7 +51,7 @@ from shoal.config.merge import compose
 from shoal.config.stored import Decision, texts_of
 from shoal.config.train import Config
 from shoal.records import ShoalError
-from shoal.runs.groups import read_file
+from shoal.runs.groups import read_file, write_file
 from shoal.runs.layout import process_start
 from shoal.runs.lines import flat_yaml
 from shoal.runs.metrics import wilson_interval
@@ -233,6 +233,30 @@ def test_tokens_have_what_the_loss_saw(viewer, run):
         "tokens", {"run": "first", "file": "step_000002", "group": "0", "completion": "1"}
     )
     assert other["trainer"] == [None] * len(other["ids"]) and not other["is_trained"]
+
+
+def test_rewards_and_advantages_by_turn(tmp_path):
+    run = write_run(tmp_path / "turns", 1)
+    group = in_turns(stored_group(0, 1, [1.0, 0.5]))
+    group = replace(group, turn_rewards=(np.array([0.75, 0.25]), np.array([0.5])))
+    advantages = [[np.array([0.5, -0.25]), np.array([-0.5])]]
+    path = run / "groups" / "step_000001.parquet"
+    trained = {(0, 0): group.completions[0].logprobs}
+    write_file(path, [group], [[0.1, -0.5]], trained, advantages)
+    where = {"run": "turns", "file": "step_000001", "group": "0"}
+    viewer = opened(run)
+    one, other = viewer.answer("group", where)["completions"]
+    assert (one["turn_rewards"], one["turn_advantages"]) == ([0.75, 0.25], [0.5, -0.25])
+    assert (other["turn_rewards"], other["turn_advantages"]) == ([0.5], [-0.5])
+    tokens = viewer.answer("tokens", where | {"completion": "0"})
+    size = len(tokens["ids"])
+    # Tokens 1 and 2 are context.
+    want = [0.5, 0, 0, *[-0.25] * (size - 3)]
+    assert tokens["advantages"] == want and tokens["advantage"] == 0.1
+    # The trainer's log-probs are the sampler's, so that every ratio is 1.
+    assert tokens["weighted"] == want
+    assert viewer.answer("tokens", where | {"completion": "1"})["advantages"][0] == -0.5
+    viewer.close()
 
 
 def test_rollouts_with_turns(tmp_path, capsys):

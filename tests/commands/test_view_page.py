@@ -16,12 +16,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from stored_runs import HOSTILE, completion, in_turns, stored_group, write_run
 
 from shoal.commands.view import view
 from shoal.commands.view.views import Viewer
 from shoal.config.commands import ViewConfig
+from shoal.runs.groups import write_file
 from shoal.runs.result import load_run
 from shoal.serve.server import served
 
@@ -461,6 +463,23 @@ def test_a_rollout_with_turns_is_a_conversation(page, tmp_path):
         assert context == [["1", "none"], ["2", "none"]]
         page.goto(address + "#/groups?run=turns")
         settle(page, "calls")
+
+
+def test_turns_stand_in_a_row_with_reward_and_advantage(page, tmp_path):
+    group = in_turns(stored_group(0, 1, [1.0, 0.5]))
+    group = replace(group, turn_rewards=(np.array([0.75, 0.25]), np.array([0.5])))
+    run = write_run(tmp_path / "turns", 1, lambda step: [group])
+    advantages = [[np.array([0.5, -0.25]), np.array([-0.5])]]
+    path = run / "groups" / "step_000001.parquet"
+    write_file(path, [group], [[0.1, -0.5]], None, advantages)
+    with viewed(run) as address:
+        page.goto(address + "#/group?run=turns&file=step_000001&group=0")
+        settle(page, "2 completions")
+        rows = page.locator("[data-completion='0'] [aria-label='turns'] tr")
+        cells = [row.locator("th, td").all_inner_texts() for row in rows.all()]
+        assert cells[0] == ["turn", "1", "2"]
+        assert [cells[1][0], *map(float, cells[1][1:])] == ["reward", 0.75, 0.25]
+        assert cells[2][0] == "advantage" and cells[2][1] == "0.5"
 
 
 def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):

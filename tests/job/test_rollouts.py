@@ -22,9 +22,11 @@ from shoal import cli
 from shoal.chat.tokenizer import Tokenizer
 from shoal.commands.replay import replay
 from shoal.config.commands import ReplayConfig
+from shoal.config.sections.reward import RewardSection
+from shoal.job.rescore import score_again
 from shoal.records import ShoalError, StopReason
 from shoal.runs.groups import read_file
-from shoal.runs.reader import read_config
+from shoal.runs.reader import StoredRun, read_config
 from shoal.tasks.custom import rows_task
 from shoal.tasks.task import Task
 from shoal.workers.sessions import Reply, Sessions
@@ -130,6 +132,50 @@ def test_killed_while_tools_answer_and_resumed_it_is_the_same_run(
         cli.main(turns.words("killed", "checkpoint.every=1"))
     assert len(metrics(turns.runs / "killed")) < 3
     assert_same_run(here, turns.train("killed", "checkpoint.every=1"))
+
+
+PAYS = BOARD.replace("self.asked += 1", "self.asked += 1; self.reward = self.asked / 100")
+BY_TURN = ("algorithm.credit=turn", "algorithm.advantage=rloo", "steps=2", "train.max_staleness=0")
+
+
+@pytest.mark.slow
+def test_turns_are_paid_trained_on_stored_and_scored_again(tmp_path: Path) -> None:
+    """With credit by turn: a run that is resumed is the same, one with credit by completion samples
+    the same first step and learns something else from it."""
+    workshop = TurnWorkshop(tmp_path, source=PAYS)
+    folder = workshop.train("by turn", *BY_TURN, "checkpoint.every=1")
+    several = 0
+    for step in (1, 2):
+        for stored in read_file(folder / "groups" / f"step_{step:06d}.parquet"):
+            for index, completion in enumerate(stored.group.completions):
+                rewards = stored.group.turn_rewards[index]
+                assert len(rewards) == len(completion.turns) == len(stored.turn_advantages[index])
+                assert rewards.sum() == pytest.approx(stored.group.rewards[index])
+                several += len({*stored.turn_advantages[index].tolist()}) > 1
+    assert several
+    first = metrics(folder)[0]
+    assert first["turns/share/1"] == 1 and first["turns/share/2"] < 1
+    assert first["turns/length/1"] > 0 and "turns/reward/1" in first
+    # One step, then the other from its checkpoint.
+    workshop.train("resumed", *BY_TURN, "steps=1", "checkpoint.every=1")
+    assert_same_run(folder, workshop.train("resumed", *BY_TURN, "checkpoint.every=1"), 2)
+    whole = workshop.train("whole", "algorithm.advantage=rloo", *BY_TURN[2:])
+    for by_turn, by_completion in zip(groups(folder, 1), groups(whole, 1), strict=True):
+        for one, other in zip(by_turn["completions"], by_completion["completions"], strict=True):
+            assert "turn_rewards" not in other
+            for name in ("token_ids", "logprobs", "reward"):
+                assert one[name] == other[name]
+    assert not same_bits(parameters_of(folder, 2), parameters_of(whole, 2))
+    # A function that returns a list a completion; what the environment was is not stored.
+    scores = tmp_path / "scores.py"
+    scores.write_text(
+        "def paid(completions, **_):\n"
+        "    return [[m.get('reward', 0.0) for m in one if m['role'] == 'assistant']\n"
+        "            for one in completions]\n"
+    )
+    again = score_again(StoredRun(folder), RewardSection(functions=(f"{scores}:paid",)), step=1)
+    assert len(again["groups"]) == 2
+    assert np.abs(again["groups"][0]["advantages"]).max() > 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from shoal.config.commands import GroupsConfig
 from shoal.records import ShoalError
 from shoal.report.console import Console, completion_text, prompt_text
@@ -115,6 +117,10 @@ def _show(title: str, stored: StoredGroup, console: Console) -> None:
             facts.append(f"{name} {figure(float(values[index]))}")
         if stored.advantages is not None:
             facts.append(f"advantage {figure(float(stored.advantages[index]))}")
+        if group.turn_rewards:
+            facts.append(f"rewards of its turns {_listed(group.turn_rewards[index])}")
+        if stored.turn_advantages:
+            facts.append(f"their advantages {_listed(stored.turn_advantages[index])}")
         if group.correct is not None and "correct" not in group.reward_components:
             facts.append("correct" if group.correct[index] else "not correct")
         if not group.valid[index]:
@@ -129,3 +135,8 @@ def _show(title: str, stored: StoredGroup, console: Console) -> None:
             facts.append(f"{len(completion.prompt_ids)} prompt tokens of its own")
         title_text = f"completion {index}: {', '.join(facts)}"
         console.passage(title_text, completion_text(group, index))
+
+
+def _listed(values: np.ndarray) -> str:
+    """Returns numbers as a text, such as "0.5 -0.25"."""
+    return " ".join(figure(float(value)) for value in values)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shoal.commands.view.curves import Curves
-from shoal.records import Purpose, ShoalError, ground_truth
+from shoal.records import Purpose, ShoalError, ground_truth, turns_of
 from shoal.runs.compare import (
     GROUP_STAGES,
     SettingDifference,
@@ -209,7 +209,8 @@ _OF_COMPLETION = (
 
 def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, Any]:
     """Returns the record of one completion from its row of the groups file: _OF_COMPLETION,
-    `components` (reward function -> value), `messages` (None if there are none) and `extra`.
+    `components` (reward function -> value), `messages`, `turn_rewards` and `turn_advantages` (each
+    None if there are none) and `extra`.
     `as_json`: the names of the columns that hold JSON text, which is parsed."""
     extra = {}
     for name, value in _under(row, "extra/").items():
@@ -218,6 +219,9 @@ def _completion(row: Mapping[str, Any], as_json: frozenset[str]) -> dict[str, An
     record["components"] = _under(row, "component/")
     record["messages"] = _value(row.get("messages"), "messages" in as_json) or None
     record["extra"] = extra
+    for name in ("turn_rewards", "turn_advantages"):
+        values = row.get(name)
+        record[name] = None if values is None else _listed(np.array(values, np.float64))
     return record
 
 
@@ -413,7 +417,8 @@ def token_detail(
     file. `pieces(ids)` returns each token's text. `settings`: the run's, for the bounds of
     clipping.
 
-    Of the record, `logprob` is the sampler's log-prob of a token, `trainer` the trainer's, `ratio`
+    Of the record, `advantages` has each token's own, None unless advantages are by turn; `logprob`
+    is the sampler's log-prob of a token, `trainer` the trainer's, `ratio`
     the probability of a token under the trainer before the update, divided by that under the
     sampler; `gap` its logarithm; `weighted` the ratio times the advantage; `clipped` tells whether
     the ratio is beyond the bound that the sign of the advantage selects (False if the ratio is
@@ -428,16 +433,27 @@ def token_detail(
         f"version, advantage, reward, {prompt} AS prompt_ids, token_ids, logprobs, "
         "trainer_logprobs, loss_mask, versions, support_ids"
     )
+    for name in ("turn_advantages", "branches"):
+        if name in columns:
+            query += f", {name}"
     row = _read(index, file, query, number, completion)[0]
     ids = (row["token_ids"] or [])[:MAX_TOKENS]
     size = len(ids)
     sampler = _floats(row["logprobs"], size)
     trainer = _floats(row["trainer_logprobs"], size)
     ratio = np.exp(np.clip(trainer - sampler, -50, 50))  # clipped, so that none is infinite
-    advantage = math.nan if row["advantage"] is None else row["advantage"]
     mask = [True] * size
     if row["loss_mask"] is not None:
         mask = [bool(is_trained) for is_trained in row["loss_mask"]][:size]
+    advantage = np.full(size, math.nan if row["advantage"] is None else row["advantage"])
+    by_turn = row.get("turn_advantages")
+    if by_turn is not None:
+        branches = _value(row.get("branches"), True) or ()
+        turns = turns_of(np.array(mask, bool), [branch["start"] for branch in branches])
+        advantage = np.zeros(size)
+        # Of a completion that is cut off here there are fewer turns than advantages.
+        for tokens, of_turn in zip(turns, by_turn, strict=False):
+            advantage[tokens] = of_turn
     low = 1 - _number(settings, "algorithm.clip_low", 0.2)
     high = 1 + _number(settings, "algorithm.clip_high", 0.2)
     is_beyond = np.where(advantage > 0, ratio > high, ratio < low)
@@ -453,6 +469,7 @@ def token_detail(
         "group": number,
         "completion": completion,
         "advantage": row["advantage"],
+        "advantages": None if by_turn is None else _listed(advantage),
         "reward": row["reward"],
         "is_trained": row["trainer_logprobs"] is not None,
         "prompt": pieces((row["prompt_ids"] or [])[:MAX_TOKENS]),

@@ -3,7 +3,7 @@
 
 import { addressOf, change, goTo, here } from "./address.js";
 import { isFile, load } from "./data.js";
-import { asText, count, el, fact, num, replace, selectNext, stateBox, stepLink, versionText } from "./dom.js";
+import { asText, count, el, fact, num, replace, selectNext, stateBox, stepLink, table, versionText } from "./dom.js";
 import { conversationBlock, differenceBlock, promptBlock, textBlock } from "./text.js";
 
 export async function showGroup(node, parameters) {
@@ -157,6 +157,14 @@ function replayNote(record, run) {
     el("code", { text: `shoal replay ${JSON.stringify(record.path || run)} step=${record.step} group=${record.group} likeliest=8` }));
 }
 
+/** The completion's turns in a row, with what each earned and its advantage, where these are by turn. */
+function turnTable(one) {
+  const rows = [["reward", one.turn_rewards], ["advantage", one.turn_advantages]].filter(([, values]) => values);
+  if (!rows.length) return null;
+  return table(["turn", ...rows[0][1].map((_, turn) => String(turn + 1))],
+    rows.map(([name, values]) => [name, ...values.map((value) => num(value))]), "turns");
+}
+
 function completionCard(view, stack, parameters, mostCells) {
   const { record, run, other } = view, [one] = stack;
   const sign = one.advantage > 0 ? "up" : one.advantage < 0 ? "down" : "";
@@ -180,6 +188,7 @@ function completionCard(view, stack, parameters, mostCells) {
       one.messages ? fact("turns", num(one.messages.filter?.((message) => message?.role === "assistant").length)) : null,
       fact("ended by", one.stop_reason === "length" ? "the limit" : one.stop_reason),
       parts.length ? fact("made of", parts.join(", ")) : null),
+    turnTable(one),
     one.messages ? conversationBlock(one.messages)
       : other && other !== one ? differenceBlock(one.text, other.text, { mostCells, onlyAlike: !parameters.compare })
       : textBlock(one.text),

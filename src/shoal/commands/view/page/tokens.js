@@ -17,7 +17,7 @@ const COLOURS = {
   gap: ["trainer minus sampler", (data, t) => data.gap[t], 1e-3],
   ratio: ["ratio trainer / sampler, minus 1", (data, t) => (data.ratio[t] === null ? null : data.ratio[t] - 1), 1e-3],
   weighted: ["advantage × ratio", (data, t) => data.weighted[t], 1e-6],
-  clipped: ["outside the clip range", (data, t) => (data.clipped[t] ? (data.advantage > 0 ? 4 : -4) : 0),
+  clipped: ["outside the clip range", (data, t) => (data.clipped[t] ? (advantageOf(data, t) > 0 ? 4 : -4) : 0),
     { "-4": "below, advantage < 0", 0: "within", 4: "above, advantage > 0" }],
   mask: ["trained on (loss mask)", (data, t) => (data.mask[t] ? 2 : -2), { "-2": "context, no loss", 2: "the model's" }],
   versions: ["weights that sampled it", (data, t) => ((data.versions[t] - data.versions[0]) % 2 ? 2 : 0),
@@ -25,9 +25,14 @@ const COLOURS = {
 };
 const COLOUR_STEPS = [-4, -3, -2, -1, 0, 1, 2, 3, 4];
 
+/** A token's advantage: that of its turn where they are by turn, else that of the completion. */
+function advantageOf(data, t) {
+  return data.advantages ? data.advantages[t] : data.advantage;
+}
+
 /** How much the update pushes a token: the advantage times minus its log-prob; null for context. */
 function pushOf(data, t) {
-  return !data.mask[t] || data.advantage === null || data.logprob[t] === null ? null : -data.advantage * data.logprob[t];
+  return !data.mask[t] || data.advantage === null || data.logprob[t] === null ? null : -advantageOf(data, t) * data.logprob[t];
 }
 
 export async function showTokens(node, parameters) {
@@ -147,7 +152,7 @@ function describe(view, t) {
     return;
   }
   const pairs = [["token", t], ["id", data.ids[t]], ["sampler", data.logprob[t]], ["trainer", data.trainer[t]],
-    ["difference", data.gap[t]], ["ratio", data.ratio[t]], ["advantage × surprise", pushOf(data, t)],
+    ["difference", data.gap[t]], ["ratio", data.ratio[t]], data.advantages ? ["its turn's advantage", data.advantages[t]] : null, ["advantage × surprise", pushOf(data, t)],
     data.entropy ? ["entropy", data.entropy[t]] : null, ["advantage × ratio", data.weighted[t]],
     ["clip range", data.ratio[t] === null ? null : data.clipped[t] ? "outside" : "within"],
     ["loss", data.mask[t] ? "yes" : "no"], ["sampled", versionText(data.versions[t])],

@@ -14,6 +14,10 @@ It needs Chromium for the screenshots (`apt install chromium`), and `pip install
     group-light.png, -dark     the page of `shoal view` on a group of the last step
 
 A browser that does not move pictures shows the end of the recording.
+
+The picture of `docs/credit.md`, a rollout whose advantage is by turn, is made from a stored one:
+
+    python docs/pictures.py RUN STEP GROUP COMPLETION
 """
 
 from __future__ import annotations
@@ -275,6 +279,80 @@ def accuracy_svg(points: Sequence[dict[str, Any]]) -> str:
     )
 
 
+# ---- a rollout by turn
+
+TURN_STYLE = (
+    ".up{fill:#0b6363}.down{fill:#b3423a}.paid{fill:#0b6363;opacity:.3}.zero{stroke:#8b95a3}"
+    "@media (prefers-color-scheme:dark){.up{fill:#68cfcb}.down{fill:#f08b81}.paid{fill:#68cfcb}}"
+)
+
+
+def turns_svg(turns: Sequence[tuple[str, str, float, float]]) -> str:
+    """A rollout, a column for each turn: what the model said, what it was answered, and as bars
+    the reward and the advantage of the turn."""
+    column, left, label_y = 78.0, 112.0, 84.0
+    width, height = left + column * len(turns) + 16, 336.0
+    size = max(max(abs(reward), abs(advantage)) for _, _, reward, advantage in turns)
+
+    def bar(place: int, value: float, zero: float, style: str) -> str:
+        """A bar of a value on the line at height `zero`, with its number."""
+        length = 46 * abs(value) / size
+        x, top = left + column * place + 16, zero - length if value > 0 else zero
+        number_y = zero - length - 5 if value >= 0 else zero + length + 14
+        return (
+            f'<rect class="{style}" x="{x:.1f}" y="{top:.1f}" width="34" height="{length:.1f}"/>'
+            f'<text class="faint" x="{x + 17:.1f}" y="{number_y:.1f}" text-anchor="middle">'
+            f"{value:+.2f}</text>".replace("+0.00", "0")
+        )
+
+    parts = []
+    for place, (said, answer, reward, advantage) in enumerate(turns):
+        middle = left + column * place + 33
+        parts.append(
+            f'<text class="ink" x="{middle:g}" y="{label_y:g}" text-anchor="middle" '
+            f'font-weight="600" font-size="15">{escape(said)}</text>'
+            f'<text class="faint" x="{middle:g}" y="{label_y + 18:g}" text-anchor="middle">'
+            f"{escape(answer)}</text>"
+        )
+        parts.append(bar(place, reward, 190.0, "paid"))
+        parts.append(bar(place, advantage, 262.0, "up" if advantage > 0 else "down"))
+    rows = (
+        ("the model", label_y),
+        ("its answer", label_y + 18),
+        ("reward", 186),
+        ("advantage", 266),
+    )
+    labels = "".join(f'<text class="faint" x="20" y="{y:g}">{text}</text>' for text, y in rows)
+    lines = "".join(f'<path class="zero" d="M{left:g} {y}H{width - 16:g}"/>' for y in (190, 262))
+    body = (
+        f'<rect class="paper" x=".5" y=".5" width="{width - 1:g}" height="{height - 1:g}" rx="8"/>'
+        '<text class="ink" x="20" y="28" font-size="15" font-weight="600">A rollout of guess '
+        "whose advantage is by turn</text>"
+        '<text class="faint" x="20" y="47">each turn against the same turn of the other completions'
+        f"</text>{labels}{lines}{''.join(parts)}"
+    )
+    return svg(
+        width,
+        height,
+        f"A rollout of {len(turns)} turns with the reward and the advantage of each",
+        body,
+        f"text{{font:12.5px {SANS}}}{PAPER}{TURN_STYLE}",
+    )
+
+
+def draw_turns(run: str, step: int, group: int, completion: int) -> None:
+    """Writes docs/credit.svg from a stored rollout."""
+    from shoal.runs.result import load_run
+
+    stored = load_run(run).groups(step)[group]
+    messages = list(stored.group.completions[completion].messages)
+    said = [message["content"] for message in messages[0::2]]
+    answers = [message["content"] for message in messages[1::2]] + ["right"]
+    values = (stored.group.turn_rewards[completion], stored.turn_advantages[completion])
+    turns = list(zip(said, answers, *(array.tolist() for array in values), strict=True))
+    (ROOT / "docs" / "credit.svg").write_text(turns_svg(turns), encoding="utf-8")
+
+
 # ---- banner and badge
 
 FISH = "M0 0C7-7 19-8 28-1L36-6 34 0 36 7 28 2C19 9 7 7 0 0Z"
@@ -442,6 +520,9 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 5:
+        draw_turns(sys.argv[1], *map(int, sys.argv[2:]))
+        raise SystemExit
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         raise SystemExit(__doc__)
     main(Path(sys.argv[1]))

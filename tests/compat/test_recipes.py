@@ -312,6 +312,17 @@ PAPERS: dict[str, dict[str, Any]] = {
         "kl_coef": 0.0,
     },
     "gdpo": {"advantage": "gdpo"},
+    # GiGPO, appendix E: gamma 0.95, KL coefficient 0.01.
+    "gigpo": {
+        "advantage": "grpo",
+        "credit": "state",
+        "discount": 0.95,
+        "loss": "grpo",
+        **PPO,
+        "kl": "k3",
+        "kl_coef": 0.01,
+        "kl_placement": "loss",
+    },
     # GMPO: (e^-0.4, e^0.4); eight updates a step.
     "gmpo": {
         "advantage": "grpo",

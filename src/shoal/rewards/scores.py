@@ -343,8 +343,8 @@ class ScoreColumn:
             self._fail(
                 i,
                 CallResult(kind="not a number", text=text),
-                f"for {self.batch.describe(i)}: expected a finite number, a list with one for each "
-                "turn of the model, or None where it cannot judge",
+                f"for {self.batch.describe(i)}: expected a finite number, or one a turn; None "
+                "where it cannot judge",
             )
         for column, logged_values in result.extra.items():
             if column not in self.extra:

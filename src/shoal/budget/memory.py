@@ -353,10 +353,12 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     return total
 
 
-DELTA_NET_ARRAYS = 45
-"""So many float32 arrays as wide as its values are on a device while a delta net is computed
-backward by chunks of 64 tokens: by the compiler's account of an H200 33 if layers of one kind are
-scanned, 52 if a pattern with three of them is (Qwen3.5's 4B, heads of 128)."""
+DELTA_NET_ARRAYS = {"cpu": 44, "gpu": 22, "tpu": 22}
+"""So many float32 arrays as wide as a delta net's values are on a device while its layer is
+computed backward, with the MLP beside it, by platform. By the compilers' account of Qwen3.5's 4B
+(heads of 128) with `model.remat=full`: on an H200, in bfloat16, 16 if layers of one kind are
+scanned and 22 if a pattern of three with attention is; of the delta net alone 8. On CPU, in
+float32, 43, of the delta net alone 32. That of TPUs is assumed."""
 
 
 def _passing_bytes(a: Architecture, role: Role, itemsize: int) -> float:
@@ -375,7 +377,8 @@ def _passing_bytes(a: Architecture, role: Role, itemsize: int) -> float:
             of_layer += a.experts.experts_per_token * width * itemsize
         if layer.mixer == "delta_net":
             assert a.delta_net is not None, "a pattern with delta nets has their sizes"
-            of_layer += DELTA_NET_ARRAYS * a.delta_net.value_width / role.tensor * 4
+            num_arrays = DELTA_NET_ARRAYS[role.platform]
+            of_layer += num_arrays * a.delta_net.value_width / role.tensor * 4
         most = max(most, of_layer)
     return most
 

@@ -234,6 +234,7 @@ class Branch(NamedTuple):
     # int32[Tp]; tokens in it that the model sampled earlier are trained on where they were sampled,
     # not here
     prompt_ids: np.ndarray
+    experts: np.ndarray | None = None  # as `Completion.prompt_experts`, of these tokens
 
 
 def turns_of(loss_mask: np.ndarray, branch_starts: Iterable[int] = ()) -> tuple[slice, ...]:
@@ -277,7 +278,9 @@ class Completion:
     loss_mask: np.ndarray  # bool[T]
     versions: np.ndarray  # int32[T]
     stop_reason: StopReason
-    # further arrays with one row per token, such as support_ids int32[T, K]
+    # Further arrays with one row per token: support_ids int32[T, K]; experts unsigned[T, layers
+    # with experts, k], those that each token was sent to when it was computed, zeros for the last
+    # token of each branch, which was not.
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
     # True if only a turn has ended: the host keeps the slot until `Extend` or `End` arrives
     waits: bool = False
@@ -286,6 +289,10 @@ class Completion:
     # int32[Tp], if this rollout's environment began with another prompt than the group's; else None
     prompt_ids: np.ndarray | None = None
     branches: tuple[Branch, ...] = ()  # the prompts after the first one, in order of `start`
+    # unsigned[Tp, layers with experts, k]: the experts of the (first) prompt's tokens, one array
+    # for all completions of it; None if they are not recorded, or were read from a file, where an
+    # earlier completion of the group has them (`Group.experts_by_prompt`)
+    prompt_experts: np.ndarray | None = None
 
     def __len__(self) -> int:
         """Returns the number of all tokens, including context: the number that memory and
@@ -351,6 +358,17 @@ class Group:
     @property
     def size(self) -> int:
         return len(self.completions)
+
+    def experts_by_prompt(self) -> dict[bytes, np.ndarray]:
+        """Returns the recorded experts of the tokens of the group's prompts, by the bytes of their
+        token ids: those of the first completion, or branch, that has them."""
+        experts: dict[bytes, np.ndarray] = {}
+        for number, completion in enumerate(self.completions):
+            first = Branch(0, self.prompt_of(number), completion.prompt_experts)
+            for branch in (first, *completion.branches):
+                if branch.experts is not None:
+                    experts.setdefault(branch.prompt_ids.tobytes(), branch.experts)
+        return experts
 
     @property
     def answers(self) -> tuple[str, ...]:

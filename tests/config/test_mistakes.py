@@ -89,6 +89,9 @@ train sampler.quantise=int8 sampler.kind=vllm vllm.urls=[http://h:1] | vllm.argu
 train sampler.quantise=int8 model.quantise=fp8 | \
 none with model.quantise=fp8, which the sampler has too
 train sampler.quantise=fp8 model.dtype=float16 | none with model.dtype=float16
+train model.router_replay=on sampler.kind=vllm vllm.urls=[http://h:1] | vLLM returns no routes
+sft model.router_replay=on | learns from data, which has no routes
+train model.router_replay=on --dry-run | the model has no experts, so there are no routes
 train model.lora.path=nothere --dry-run | model.lora.path=nothere: There is no model folder
 train model.lora.rank=65 --dry-run    | model.lora.rank=65: expected 1 to 64
 train model.lora.rank=2 model.lora.targets=[qproj] --dry-run | model.lora.targets=qproj | \

@@ -456,6 +456,10 @@ ONE = SampleRequest(4, np.array([1]), 2, NoiseKey(0, "train", 0, 0), PARAMS, ver
         (lambda one: one[::-1], "2 completions in place of 2"),
         (lambda one: [replace(one[0], logprobs=one[0].logprobs[:2]), one[1]], "different lengths"),
         (
+            lambda one: [replace(one[0], extra={"experts": np.zeros((2, 4, 8))}), one[1]],
+            "different lengths",
+        ),
+        (
             lambda one: [replace(one[0], token_ids=np.array([1, 2, 99])), one[1]],
             "not in the vocabulary",
         ),

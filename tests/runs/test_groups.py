@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from shoal import cli
 from shoal.commands.groups import groups as list_groups
 from shoal.config.commands import GroupsConfig
-from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
+from shoal.records import Branch, Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.report import sinks
 from shoal.report.sinks import MOST_PENDING, GroupWriter
 from shoal.runs.group_table import GroupTable
@@ -189,6 +189,66 @@ def make_group(row: int = 17, **changes) -> Group:
         extra={"parsed": ["5", None]},
     )
     return dataclasses.replace(group, **changes)
+
+
+def with_experts(group: Group, dtype: str) -> Group:
+    """The experts of each token of 2 layers, 3 of a token. The first completion has a branch, the
+    last a prompt of its own."""
+    rng = np.random.default_rng(0)
+
+    def experts(size: int) -> np.ndarray:
+        return rng.integers(0, np.iinfo(dtype).max, (size, 2, 3)).astype(dtype)
+
+    of_prompt = experts(len(group.prompt_ids))
+    own_prompt = np.array([5, 8], np.int32)
+    first, *_, last = [
+        dataclasses.replace(one, extra={"experts": experts(len(one))}, prompt_experts=of_prompt)
+        for one in (*group.completions, completion(2, [1, 2, 3], [-1.0, -2.0, -3.0]))
+    ]
+    branch = Branch(1, np.array([5, 8, 13, 7, 1], np.int32), experts(5))
+    first = dataclasses.replace(first, branches=(branch,))
+    last = dataclasses.replace(last, prompt_ids=own_prompt, prompt_experts=experts(2), index=1)
+    return dataclasses.replace(group, completions=(first, last))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16"])
+def test_the_experts_of_tokens_come_back_to_the_bit(dtype):
+    group = with_experts(make_group(texts=("5", "6")), dtype)
+    without = make_group(18)
+    back, plain = (entry.group for entry in from_table(to_table([group, without])))
+    assert_same(back, group)
+    for ours, theirs in zip(back.completions, group.completions, strict=True):
+        assert_same_bits(ours.extra["experts"], theirs.extra["experts"])
+    ours, theirs = back.experts_by_prompt(), group.experts_by_prompt()
+    assert ours.keys() == theirs.keys() and len(ours) == 3
+    for prompt, experts in theirs.items():
+        assert_same_bits(ours[prompt], experts)
+    # In the same file as others that have none.
+    assert plain.experts_by_prompt() == {}
+    assert all(not one.extra for one in plain.completions)
+    json.dumps(group_record(from_table(to_table([group]))[0]), allow_nan=False)
+
+
+def test_the_experts_of_a_prompt_are_stored_once():
+    group = with_experts(make_group(), "uint8")
+    alike = [dataclasses.replace(group.completions[0], index=index) for index in range(2)]
+    table = to_table([dataclasses.replace(group, completions=tuple(alike))])
+    first, second = table["prompt_experts"].to_pylist()
+    assert len(first) == 3 * 2 * 3 and second is None
+    assert [len(entry) for entry in table["experts"].to_pylist()] == [2 * 2 * 3] * 2
+
+
+def test_groups_without_experts_have_no_columns_of_them():
+    assert not [name for name in to_table([make_group()]).column_names if "experts" in name]
+
+
+def test_experts_of_other_tokens_are_refused():
+    group = with_experts(make_group(), "uint8")
+    first, second = group.completions
+    short = dataclasses.replace(first, extra={"experts": first.extra["experts"][:1]})
+    table = to_table([dataclasses.replace(group, completions=(short, second))])
+    with pytest.raises(ValueError, match="2 tokens, but the experts of 1"):
+        from_table(table)
 
 
 def write(folder: Path, step: int = 12) -> Path:

@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
 from small import GEMMA, SINKS
 from small_engine import SMALL, TOLERANCE, full_logits, make, prompt, request, same, text, weights
 
-from shoal.model.architecture import Architecture, DeltaNet, Layer
-from shoal.model.transformer import Model
+from shoal.model.architecture import Architecture, DeltaNet, Experts, Layer
+from shoal.model.mixing import prompt_mixing
+from shoal.model.transformer import Model, forward
 from shoal.protocols import SampleRequest
-from shoal.records import Completion, StopReason
-from shoal.sampler.engine import Engine
+from shoal.records import Completion, Purpose, StopReason
+from shoal.sampler.engine import Engine, run_until_idle
 from shoal.weights.sampler_copy import publish_to
 
 WINDOW = 24
@@ -43,7 +46,7 @@ def engine_of(a: Architecture = HYBRID, **changes) -> Engine:
 
 def in_turns(row: int, count: int = 3) -> SampleRequest:
     asked = request(row, SIZES[row], count=count, max_tokens=LIMIT, stop=STOP)
-    return replace(asked, has_turns=True)
+    return replace(asked, has_turns=True, purpose=Purpose.TRAIN)
 
 
 def answer(row: int, index: int, turn: int) -> list[int]:
@@ -183,3 +186,72 @@ def test_other_kinds_of_layers(a, apart, monkeypatch):
     used = {name for name, _ in engine._started}
     assert used == {"prefill", "join", "decode", "feed", "save", "restore"}
     check_logprobs(engine, done)
+
+
+# ---- experts
+
+MOE = replace(
+    SMALL,
+    num_layers=3,
+    layers=(Layer(feed_forward="experts"), Layer(), Layer(feed_forward="experts")),
+    experts=Experts(num_experts=12, experts_per_token=3, intermediate_size=20),
+)
+
+
+def own_experts(engine: Engine, ids: np.ndarray) -> np.ndarray:
+    """Those that one pass over a sequence chooses, [tokens, layers with experts, k]."""
+    model = engine.model
+    size = -(-len(ids) // 64) * 64
+
+    @jax.jit
+    def run(parameters, tokens):
+        positions = jnp.arange(size)[None]
+        mixing = prompt_mixing(model, jnp.array([len(ids)]), size)
+        _, aux = forward(model, parameters, tokens, positions, mixing)
+        return [layer.experts[0] for layer in aux if layer.experts is not None]
+
+    tokens = np.zeros((1, size), np.int32)
+    tokens[0, : len(ids)] = ids
+    return np.stack(run(engine.parameters, tokens), axis=1)[: len(ids)]
+
+
+def check_experts(engine: Engine, done: dict[Key, Completion]) -> None:
+    """Each token's record, the prompt's too, is what a pass over the whole sequence chooses; the
+    last token has none."""
+    for (row, _), one in done.items():
+        ids = prompt(row, SIZES[row])
+        assert one.prompt_experts is not None
+        own = own_experts(engine, np.concatenate([ids, one.token_ids]))
+        recorded = one.extra["experts"]
+        assert recorded.dtype == one.prompt_experts.dtype == np.uint8
+        np.testing.assert_array_equal(one.prompt_experts, own[: len(ids)])
+        np.testing.assert_array_equal(recorded[:-1], own[len(ids) : -1])
+        assert recorded.shape == (len(one), 2, 3)
+        assert not recorded[-1].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [0, 1], ids=["stacked", "apart"])
+def test_the_experts_of_every_token_are_recorded(apart, monkeypatch):
+    """Of prompts in pieces, of siblings that join, of contexts that are fed or appended token by
+    token, of turns that the host has cut, of rows that gave way."""
+    monkeypatch.setattr(Model, "ffn_chunks", apart)
+    monkeypatch.setattr("shoal.sampler.programs.PIECE", 64)
+    monkeypatch.setattr("shoal.sampler.engine.SWAP_SHARE", 2)
+    engine = engine_of(MOE, slots=4, records_experts=True)
+    done = play(engine, (0, 1, 2))
+    used = {name for name, _ in engine._started}
+    assert used == {"prefill", "join", "decode", "feed", "save", "restore"}
+    assert not all(one.loss_mask.all() for one in done.values())
+    check_experts(engine, done)
+    of_row = [one.prompt_experts for (row, _), one in done.items() if row == 2]
+    assert all(experts is of_row[0] for experts in of_row)  # held once for a group
+
+
+@pytest.mark.slow
+def test_experts_are_recorded_for_training_alone():
+    engine = engine_of(MOE, records_experts=True)
+    engine.submit([request(0, 20, count=2, max_tokens=5)])
+    (completions,) = [one for _, one in run_until_idle(engine)]
+    for one in completions:
+        assert one.prompt_experts is None and not one.extra

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.records import Branch, Completion, Example, Group, Purpose, StopReason
+from shoal.records import Branch, Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.trainer.batch import Shape, fill_rows, pack, row_shapes, unpack
 
 LONGEST = 30 + 40
@@ -350,3 +350,73 @@ def test_a_group_over_several_rows_repeats_its_prompt():
     assert sum(completions for batch in batches for _, completions in batch.prompts) == sum(
         len(c) > 0 for c in groups[0].completions
     )
+
+
+# ---- recorded experts
+
+ROUTES = (2, 3)
+
+
+def with_experts(group: Group, rng: np.random.Generator) -> Group:
+    """The experts of each token, those of a prompt as they were when it was first computed."""
+    of_prompt: dict[bytes, np.ndarray] = {}
+
+    def experts(size: int) -> np.ndarray:
+        return rng.integers(0, 200, (size, *ROUTES)).astype(np.uint8)
+
+    def experts_of(prompt: np.ndarray) -> np.ndarray:
+        return of_prompt.setdefault(prompt.tobytes(), experts(len(prompt)))
+
+    completions = []
+    for one in group.completions:
+        branches = []
+        for branch in one.branches:
+            branches.append(branch._replace(experts=experts_of(branch.prompt_ids)))
+        recorded = replace(
+            one,
+            extra={"experts": experts(len(one))},
+            prompt_experts=experts_of(group.prompt_ids),
+            branches=tuple(branches),
+        )
+        completions.append(recorded)
+    return replace(group, completions=tuple(completions))
+
+
+@settings(deadline=None, max_examples=40)
+@given(**sizes)
+def test_every_token_has_the_experts_that_are_recorded_of_it(
+    seed, prompts, siblings, micro_tokens, shards
+):
+    rng = np.random.default_rng(seed)
+    groups = [with_experts(group, rng) for group in make_groups(seed, prompts, siblings)]
+    shapes = shapes_for(prompts, siblings, micro_tokens, shards)
+    _, _, batches = packed(groups, shapes, route_shape=ROUTES)
+    for batch in batches:
+        b = batch.arrays
+        # By place: those that are recorded, and else -1, where the trainer chooses.
+        expected = np.full(b.experts.shape, -1)
+        for (g, i, start), (row, tokens) in batch.positions.items():
+            group, completion = groups[g], groups[g].completions[i]
+            prompt_ids, own = next(
+                one for one in group.branches_of(i) if one[1].start == start and one[1].stop > start
+            )
+            # The sampler has not computed the last token.
+            computed = slice(tokens.start, tokens.stop - 1)
+            expected[row, computed] = completion.extra["experts"][own][:-1]
+            is_prompt = b.segment[row] == b.prompt[row, tokens.start]
+            expected[row, is_prompt] = group.experts_by_prompt()[prompt_ids.tobytes()]
+        np.testing.assert_array_equal(b.experts, expected)
+        assert batch.with_own_routes().arrays.experts is None
+        np.testing.assert_array_equal(batch.with_own_routes().arrays.tokens, b.tokens)
+
+
+def test_records_without_experts_or_of_another_model_are_refused():
+    groups = make_groups(3, 2, 3)
+    shapes = shapes_for(2, 3, 400, 1)
+    with pytest.raises(ShoalError, match=r"no record of its tokens' experts.*router_replay=off"):
+        packed(groups, shapes, route_shape=ROUTES)
+    recorded = [with_experts(group, np.random.default_rng(0)) for group in groups]
+    with pytest.raises(ShoalError, match=r"are \(2, 3\) in a completion, \(4, 2\) in the model"):
+        packed(recorded, shapes, route_shape=(4, 2))
+    _, _, batches = packed(recorded, shapes)  # not used again
+    assert all(batch.arrays.experts is None for batch in batches)

@@ -70,6 +70,22 @@ def samples_are_the_trainers(config: Config) -> bool:
     return not oldest_samples(config) and not sampler.engine and sampler.quantise == "none"
 
 
+def router_replay_of(config: Config, num_experts: int) -> str:
+    """Returns the value of `model.router_replay`; if it is auto, the value that the run decides for
+    a model with so many experts: on if there are any and Shoal's own engine samples."""
+    chosen = config.model.router_replay
+    if chosen != "auto":
+        return chosen
+    records_routes = not config.sampler.engine and not config.algorithm.learns_from_data
+    return "on" if num_experts and records_routes else "off"
+
+
+def replays_routes(config: Config) -> bool:
+    """True if the policy uses the sampler's choices of experts again (`model.router_replay`, which
+    must be decided)."""
+    return config.model.router_replay == "on"
+
+
 def correction_of(config: Config) -> str:
     """Returns the value of `algorithm.correction`; if it is auto, the value that the run decides:
     none if samples are the trainer's own (`samples_are_the_trainers`), else tis."""

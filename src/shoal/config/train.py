@@ -197,6 +197,20 @@ class Config:
                 self.model.quantise,
                 "none with sampler.kind=vllm",
             )
+        if self.model.router_replay == "on":
+            require(
+                not self.sampler.engine,
+                "model.router_replay",
+                "on",
+                f"off or auto with sampler.kind={self.sampler.kind}, because {self.sampler.engine} "
+                "returns no routes: which experts it sent a token to",
+            )
+            require(
+                not self.algorithm.learns_from_data,
+                "model.router_replay",
+                "on",
+                "off or auto in a run that learns from data, which has no routes",
+            )
         kind = self.sampler.quantise
         if kind != "none":
             require(

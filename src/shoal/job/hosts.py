@@ -37,7 +37,7 @@ import numpy as np
 from shoal.budget.memory import sampled_architecture
 from shoal.budget.slots import QUEUED, SlotPlan, all_slots, plan_slots, training_slots
 from shoal.chat.tokenizer import Tokenizer
-from shoal.config.derived import longest_sequence, max_support
+from shoal.config.derived import longest_sequence, max_support, replays_routes
 from shoal.config.sections.devices import MeshSection, PublishSection, VllmSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.train import Config
@@ -710,6 +710,7 @@ def engine_maker(
     group_size: int,
     max_support: int = 0,
     truncated: bool = False,
+    records_experts: bool = False,
 ) -> Callable[[Purpose, int], Engine]:
     """Returns a function (purpose, group size) -> engine. It makes an engine when one is first
     needed, and returns the same one for all group sizes that its rows can be filled with.
@@ -718,7 +719,8 @@ def engine_maker(
     `max_support`: the most token ids that training's engine stores for each sampled token, those
     that truncation left to sample from; 0: none. If it is not 0, evaluations have engines of their
     own, which store none. `truncated`: True if a request may truncate the distribution (top-k,
-    top-p, min-p) although `sampling` does not.
+    top-p, min-p) although `sampling` does not. `records_experts`: completions of training record
+    the experts of their tokens.
     """
     engines: dict[tuple[int, int], Engine] = {}
 
@@ -741,6 +743,7 @@ def engine_maker(
                 decode=tokenizer.decode,
                 truncated=truncated or sampling.params.truncated,
                 max_support=support,
+                records_experts=records_experts,
                 pages=plan.room.pages(slots, siblings),
             )
         return engines[siblings, support]
@@ -790,6 +793,7 @@ def training_engine_maker(
         plan,
         config.batch.group_size,
         max_support(config),
+        records_experts=replays_routes(config),
     )
 
 

@@ -51,6 +51,8 @@ from shoal.config.derived import (
     longest_sequence,
     max_support,
     num_updates,
+    replays_routes,
+    router_replay_of,
     vllm_tolerance,
 )
 from shoal.config.key import get_value, keys_of, open_keys, shown, with_values
@@ -94,6 +96,7 @@ from shoal.job.task import (
     with_overlong,
 )
 from shoal.mesh import Role, Roles, World, available_devices, make_roles
+from shoal.model.architecture import Architecture
 from shoal.model.attention.caches import KEY_BLOCK
 from shoal.model.attention.selector import (
     attention_kind,
@@ -503,7 +506,29 @@ class Job(StagedJob):
         if config.model.remat == "auto":
             remat = decided_remat(config, self.roles, architecture)
             config = self.decide(config, "model.remat", remat, devices)
-        return config
+        return self._with_router_replay(config, architecture)
+
+    def _with_router_replay(self, config: Config, a: Architecture) -> Config:
+        """Returns the configuration with `model.router_replay` decided, if it was left open.
+        Prints a warning if a model has experts and another engine samples. ShoalError if it is on
+        and the model has none."""
+        num_experts = a.experts.num_experts if a.experts else 0
+        if self.requested.model.router_replay == "on" and not num_experts:
+            raise ShoalError(
+                "model.router_replay=on: the model has no experts, so there are no routes; leave "
+                "it out",
+                "model.router_replay",
+            )
+        engine = config.sampler.engine
+        if num_experts and engine and not config.algorithm.learns_from_data:
+            self.console.warning(
+                f"{engine} returns no routes, so the trainer sends tokens to experts of its own "
+                "choice, and log-probs of some will differ much: watch sampler_gap/logprob_max",
+                "model.router_replay",
+            )
+        replay = router_replay_of(self.requested, num_experts)
+        facts = {"experts of the model": num_experts}
+        return self.decide(config, "model.router_replay", replay, facts)
 
     @stage("devices", "mesh", needs=("config_for_devices", "roles"), commands=TRAIN_OR_DOCTOR)
     def check_device_use(self) -> None:
@@ -1115,6 +1140,7 @@ class Job(StagedJob):
             max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c),
             max_support=max_support(c),
+            replays_routes=replays_routes(c),
         )
 
     def load_weights(self, model_source: ModelSource | None = None) -> Params:

@@ -30,7 +30,7 @@ from shoal.budget.shapes import micro_batch_shapes
 from shoal.chat.tokenizer import Tokenizer
 from shoal.checks.reward import score
 from shoal.config.choices import AGGREGATIONS
-from shoal.config.derived import max_support, num_updates
+from shoal.config.derived import max_support, num_updates, replays_routes
 from shoal.config.train import Config
 from shoal.mesh import return_freed_memory
 from shoal.protocols import GroupRequest
@@ -311,6 +311,7 @@ def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Para
         old_logprobs=sampled,
         ref_logprobs=sampled,
         max_support=max_support(config),
+        route_shape=learner.model.architecture.route_shape if replays_routes(config) else None,
     )
     trial.num_batches = len(batches)
     state = learner.init(parameters)

@@ -103,6 +103,12 @@ class Experts:
     # are read alike.
     files: Literal["by_expert", "fused", "interleaved"] = "by_expert"
 
+    @property
+    def route_type(self) -> str:
+        """The type in which the numbers of a token's experts are recorded: the smallest unsigned
+        one that holds them."""
+        return "uint8" if self.num_experts <= 256 else "uint16"
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -239,6 +245,23 @@ class Architecture:
     def layers_in_order(self) -> tuple[Layer, ...]:
         """The kind of each layer."""
         return tuple(self.layer(number) for number in range(self.num_layers))
+
+    @cached_property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that have experts, in order."""
+        numbers = []
+        for number, layer in enumerate(self.layers_in_order):
+            if layer.feed_forward != "mlp":
+                numbers.append(number)
+        return tuple(numbers)
+
+    @property
+    def route_shape(self) -> tuple[int, int] | None:
+        """(layers with experts, k), the shape of what is recorded of the experts of one token; None
+        without experts."""
+        if self.experts is None:
+            return None
+        return len(self.expert_layers), self.experts.experts_per_token
 
     @cached_property
     def kinds(self) -> tuple[Layer, ...]:

@@ -54,6 +54,9 @@ class LayerInputs(NamedTuple):
     first dimension. None is what the model's layers do not get."""
 
     embedding: Any = None  # [L, R, T, P]: of `layer_embeddings`
+    # int[L, R, T, k]: the experts that a token is given (replay of routes); -1 where the router
+    # chooses them. None: it chooses all. Layers without experts have any numbers.
+    experts: Any = None
 
 
 NO_INPUTS = LayerInputs()
@@ -64,6 +67,9 @@ class LayerAux(NamedTuple):
 
     cache: Any  # the new cache; None in training
     experts: Any = None  # int32[R, T, k]: the experts of each token; None without experts
+    # int32[R, T]: how many of the experts that a token was given the router would not have chosen;
+    # None if none were given
+    rerouted: Any = None
 
 
 def block(
@@ -97,10 +103,11 @@ def block(
     h = habits.normed(norm(x, w.mlp_norm))
     out: Any = None
     experts = None
+    rerouted = None
     if w.down is not None:
         out = _feed_forward(model, w, h, habits)
     if w.experts is not None:
-        of_experts, experts = _of_experts(model, w.experts, h)
+        of_experts, experts, rerouted = _of_experts(model, w.experts, h, inputs.experts)
         if w.experts.shared_gate is not None:
             out = out * jax.nn.sigmoid(linear(w.experts.shared_gate, h))
         out = of_experts if out is None else out + of_experts
@@ -109,7 +116,7 @@ def block(
     x = x + out
     if w.layer_input is not None:
         x = x + _of_layer_input(model, w.layer_input, x, inputs.embedding)
-    return model.role.constrain(x, "rows", None, None), LayerAux(cache, experts)
+    return model.role.constrain(x, "rows", None, None), LayerAux(cache, experts, rerouted)
 
 
 def _attend(
@@ -209,15 +216,24 @@ def _of_layer_input(
     return layer_norm(model, linear(w.projection, inner), w.norm)
 
 
-def _of_experts(model: Model, w: ExpertWeights, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _of_experts(
+    model: Model, w: ExpertWeights, h: jax.Array, given: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Computes the sum of each token's experts, without the one that every token has: h[R, T, D] ->
-    (out[R, T, D], the experts int32[R, T, k]). The router's product is summed and kept in float32,
-    as are the weights that it gives the experts."""
+    (out[R, T, D], the experts int32[R, T, k], `LayerAux.rerouted`). The router's product is summed
+    and kept in float32, as are the weights that it gives the experts. `given`[R, T, k] are those of
+    `LayerInputs.experts`."""
     a = model.architecture
     sizes = a.experts
     assert sizes is not None, "a pattern with experts has their sizes"
     logits = linear(w.router, h, jnp.float32)
     experts, weights = route(logits, sizes.experts_per_token, sizes.normalise)
+    rerouted = None
+    if given is not None:
+        is_chosen = (given[..., None] == experts[..., None, :]).any(-1)  # [R, T, k]
+        rerouted = ((given >= 0) & ~is_chosen).sum(-1, dtype=jnp.int32)
+        replayed = jnp.where(given >= 0, given, experts)
+        experts, weights = route(logits, sizes.experts_per_token, sizes.normalise, experts=replayed)
 
     def of_rows(kernels: Any, h: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
         """Computes the products of the rows that one device has, whose tokens are sorted
@@ -243,7 +259,7 @@ def _of_experts(model: Model, w: ExpertWeights, h: jax.Array) -> tuple[jax.Array
             axis_names=set(role.row_axes),
             check_vma=False,
         )
-    return of_rows(w.kernels, h, experts, weights), experts
+    return of_rows(w.kernels, h, experts, weights), experts, rerouted
 
 
 def cast_weight(

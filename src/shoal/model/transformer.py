@@ -148,16 +148,18 @@ def forward(
     positions: jax.Array,
     mixing: Mixing,
     caches: Any = None,
+    experts: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
     """Returns (hidden states [R, T, D] after the last norm, `LayerAux` of each layer) of tokens[R,
     T]. positions[R, T] are those in each token's sequence, which its rotation depends on; what a
     token reads is decided by `mixing` alone.
 
     The caches in the result are None in training, those of the prompts in a prefill, the new caches
-    in decoding. `caches` has one entry a layer, or is None.
+    in decoding. `caches` has one entry a layer, or is None. `experts` are those of `LayerInputs`.
     """
     x = embed(model, parameters.embed_tokens, tokens)
-    inputs = LayerInputs(layer_embeddings(model, parameters.layer_embedding, tokens, x))
+    embeddings = layer_embeddings(model, parameters.layer_embedding, tokens, x)
+    inputs = LayerInputs(embeddings, experts)
     rope = rotary(model.architecture, positions)
     if caches is not None:
         # Otherwise XLA for CPU would compute each cosine again for each head and layer.

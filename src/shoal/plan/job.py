@@ -25,7 +25,7 @@ from shoal.budget.memory import bytes_per_device, copied_shapes, reference_archi
 from shoal.budget.shapes import micro_batch_shapes, packed_tokens
 from shoal.budget.slots import num_hosts
 from shoal.config.commands import PlanConfig
-from shoal.config.derived import max_support
+from shoal.config.derived import max_support, replays_routes
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
 from shoal.job.hosts import run_engines
@@ -414,7 +414,7 @@ class PlannedJob:
                 **self._row_loops(self.model),
             )
         for name, model in self._scorers().items():
-            scorer_batch = self._batch(model.role)
+            scorer_batch = replace(self._batch(model.role), experts=None)
             weights = param_shapes(param_specs(model.architecture), model.role, model.dtype)
             planned[name] = Planned(
                 score_program(model, Objective.chunk_elements),
@@ -560,7 +560,7 @@ class PlannedJob:
         """Returns the shapes of a micro-batch of the full shape on a role's devices: [rows, tokens
         of a row], rows split over the devices, and their number rounded up to a multiple of
         `role.batch_shards`. Nothing is allocated. `support_ids` is None unless the trainer needs
-        the tokens that were sampled from."""
+        the tokens that were sampled from, `experts` unless it replays routes."""
         shape = self.shape
         rows_to_add = -shape.rows % role.batch_shards  # up to the next multiple; 0 if it is one
         grid = (shape.rows + rows_to_add, shape.length)
@@ -577,6 +577,10 @@ class PlannedJob:
         support_ids = None
         if support:
             support_ids = rows(jnp.int32, (*grid, support))
+        experts = None
+        route_shape = self.model.architecture.route_shape
+        if route_shape and replays_routes(self.config):
+            experts = rows(jnp.int16, (*grid, *route_shape))
         return LearnerBatch(
             tokens=integers,
             position=integers,
@@ -591,6 +595,7 @@ class PlannedJob:
             ref_logprobs=floats,
             temperature=jax.ShapeDtypeStruct((), jnp.float32, sharding=role.replicated),
             support_ids=support_ids,
+            experts=experts,
         )
 
     # ---- in figures

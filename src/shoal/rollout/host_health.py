@@ -292,6 +292,9 @@ def wrong_answer(
         for array in (completion.logprobs, completion.loss_mask, completion.versions):
             if len(array) != size:
                 return "arrays of different lengths"
+        for array in completion.extra.values():
+            if len(array) != size:
+                return "arrays of different lengths"
         if not 1 <= size <= request.params.max_tokens:
             return f"a completion of {size} tokens, expected 1 to {request.params.max_tokens}"
         if completion.token_ids.min() < 0 or completion.token_ids.max() >= vocab_size:

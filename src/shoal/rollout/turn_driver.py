@@ -181,7 +181,7 @@ def join_branches(prompts: Sequence[np.ndarray], completions: Sequence[Completio
     start = len(first)
     for prompt_ids, completion in zip(prompts[1:], completions[1:], strict=True):
         # `start`: index of the branch's first token among those of all branches
-        branches.append(Branch(start, prompt_ids))
+        branches.append(Branch(start, prompt_ids, completion.prompt_experts))
         start += len(completion)
     return replace(
         first,

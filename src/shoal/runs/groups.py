@@ -13,6 +13,10 @@ use it without unpacking.
     loss_mask versions support_ids                     null where every token was sampled, from
                                                        `version`, from all
     trainer_logprobs extra/<name>                      null where the completion was not trained on
+    experts prompt_experts branch_experts              of tokens, where they are recorded: the bytes
+                                                       of [tokens, layers, k] numbers, whose sizes
+                                                       the file's metadata have; those of a prompt
+                                                       in the first row that has it
     messages own_prompt_ids                            of rollouts with turns: what followed the
                                                        prompt, as JSON text; its prompt where an
                                                        environment began it differently
@@ -222,13 +226,14 @@ def to_table(
     if turn_advantages:
         flat = [of_completion for of_group in turn_advantages for of_completion in of_group]
         table["turn_advantages"] = _lists(flat, np.float64)
+    notes = {"json": as_json, **_add_experts(table, groups)}
     shared: dict[str, list[Any]] = {"prompt": []}
     for group in groups:
         shared["prompt"].append(group.example.prompt)
     for name in _names([group.example.columns for group in groups]):
         shared[f"column/{name}"] = [group.example.columns.get(name) for group in groups]
     as_json += _add_free_columns(table, shared, group_of)
-    return pa.table(table, metadata={_NOTES: json.dumps({"json": as_json})})
+    return pa.table(table, metadata={_NOTES: json.dumps(notes)})
 
 
 _OF_COMPLETION = (
@@ -265,6 +270,44 @@ def _add_turns(table: dict[str, pa.Array], completions: Sequence[Completion]) ->
     if any(branches):
         as_json += _add_free_columns(table, {"branches": branches})
     return as_json
+
+
+def _add_experts(table: dict[str, pa.Array], groups: Sequence[Group]) -> dict[str, Any]:
+    """Adds the columns of recorded experts, if a completion has any, and returns what the file's
+    metadata say of them: `experts`, the number of layers, of experts of a token, and the type."""
+    import pyarrow as pa
+
+    sizes: list[Any] = []
+    columns: dict[str, list[Any]] = {"experts": [], "prompt_experts": [], "branch_experts": []}
+
+    def stored(experts: np.ndarray | None) -> bytes | None:
+        """Returns the bytes of an array of experts, and notes its sizes."""
+        if experts is None:
+            return None
+        sizes[:] = [*experts.shape[1:], experts.dtype.name]
+        return experts.tobytes()
+
+    for group in groups:
+        known: set[bytes] = set()  # prompts of the group whose experts are in an earlier row
+        for number, completion in enumerate(group.completions):
+            prompt = group.prompt_of(number).tobytes()
+            of_prompt = None if prompt in known else stored(completion.prompt_experts)
+            if of_prompt is not None:
+                known.add(prompt)
+            columns["experts"].append(stored(completion.extra.get("experts")))
+            columns["prompt_experts"].append(of_prompt)
+            columns["branch_experts"].append(
+                [stored(branch.experts) for branch in completion.branches] or None
+            )
+    if not sizes:
+        return {}
+    for name, values in columns.items():
+        is_list = name == "branch_experts"
+        if is_list and not any(values):
+            continue
+        kind = pa.list_(pa.large_binary()) if is_list else pa.large_binary()
+        table[name] = pa.array(values, kind)
+    return {"experts": sizes}
 
 
 def _group_columns(groups: Sequence[Group]) -> dict[str, pa.Array]:
@@ -474,7 +517,8 @@ def read_file(path: Path) -> list[StoredGroup]:
 def from_table(table: pa.Table) -> list[StoredGroup]:
     """Returns the groups of a table that `to_table` made, in the order in which they were given to
     it. KeyError, TypeError or ValueError if another program made the table."""
-    as_json = json.loads((table.schema.metadata or {})[_NOTES])["json"]
+    notes = json.loads((table.schema.metadata or {})[_NOTES])
+    as_json = notes["json"]
     columns: dict[str, list[Any]] = {}
     for name in table.column_names:
         if name in _BY_TOKEN:
@@ -486,6 +530,8 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
         values = table[name].to_pylist()
         if name in as_json:
             values = [None if value is None else json.loads(value) for value in values]
+        if name in ("experts", "prompt_experts", "branch_experts"):
+            values = [_experts(value, notes["experts"]) for value in values]
         columns[name] = values
     # Each group begins with the row of its completion 0.
     # `borders`: the row at which each group begins, and at the end the number of rows.
@@ -580,9 +626,19 @@ def _completion(request_id: int, row: Mapping[str, Any]) -> Completion:
     prompt_ids = row.get("own_prompt_ids")
     if prompt_ids is not None:
         prompt_ids = np.array(prompt_ids, np.int32)
+    if row.get("experts") is not None:
+        extra["experts"] = row["experts"]
+        if len(row["experts"]) != size:
+            raise ValueError(
+                f"completion {row['completion']}: {size} tokens, but the experts of "
+                f"{len(row['experts'])}"
+            )
     branches = []
-    for branch in row.get("branches") or ():
-        branches.append(Branch(branch["start"], np.array(branch["prompt_ids"], np.int32)))
+    stored_branches = row.get("branches") or ()
+    branch_experts = row.get("branch_experts") or [None] * len(stored_branches)
+    for branch, experts in zip(stored_branches, branch_experts, strict=True):
+        prompt = np.array(branch["prompt_ids"], np.int32)
+        branches.append(Branch(branch["start"], prompt, experts))
     return Completion(
         request_id=request_id,
         index=row["completion"],
@@ -595,7 +651,19 @@ def _completion(request_id: int, row: Mapping[str, Any]) -> Completion:
         messages=tuple(row.get("messages") or ()),
         prompt_ids=prompt_ids,
         branches=tuple(branches),
+        prompt_experts=row.get("prompt_experts"),
     )
+
+
+def _experts(value: Any, sizes: Sequence[Any]) -> Any:
+    """Returns the experts of tokens, unsigned[tokens, layers, k], from their bytes; None for None,
+    and of a list a list. `sizes`: layers, k and the name of the type."""
+    if value is None:
+        return None
+    if isinstance(value, list):
+        return [_experts(entry, sizes) for entry in value]
+    layers, per_token, dtype = sizes
+    return np.frombuffer(value, dtype).reshape(-1, layers, per_token)
 
 
 def _branch(branch: Branch) -> dict[str, Any]:

@@ -103,6 +103,8 @@ trained tokens
 sampler_gap/logprob_mean | nats | mean | absolute difference of trainer and sampler log-probs, \
 over all tokens
 sampler_gap/logprob_max | nats | max | the largest such difference
+sampler_gap/logprob_mean_own_routes | nats | mean | sampler_gap/logprob_mean of one micro-batch, \
+every tenth step, if the trainer chose the experts itself; absent without model.router_replay
 sampler_gap/ess | share | mean | effective sample size of w = exp(old - sampler): (sum w)^2 / (N \
 sum w^2); 1 on-policy
 correction/weight | 1 | mean | importance weight that corrects the gap of sampler and trainer, \
@@ -113,6 +115,8 @@ experts/load_max | 1 | mean | tokens of an update's most chosen expert over thos
 expert, over layers; absent without experts
 experts/unused | share | mean | experts that no token of an update chose, over layers; absent \
 without experts
+experts/rerouted | share | mean | choices of the sampler that the trainer's router would not have \
+made, and that it uses again (model.router_replay); absent without replay
 grad_norm | 1 | mean | global norm of the gradient before clipping, over updates
 lr | 1 | last | learning rate of the last update
 update/count | updates | sum | updates applied

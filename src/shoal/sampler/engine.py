@@ -32,14 +32,16 @@ from shoal.model.attention.caches import NO_PAGE, PAGE, cache_size
 from shoal.model.attention.selector import by_pages, decodes_by_kernel
 from shoal.model.transformer import Model
 from shoal.protocols import Cancel, End, Extend, Message, SampleRequest
-from shoal.records import Completion, Params, ShoalError, StopReason
+from shoal.records import Completion, Params, Purpose, ShoalError, StopReason
 from shoal.sampler.partial import (
     ActiveRequest,
     Decode,
+    FedTokens,
     InFlightStep,
     PartialCompletion,
     RowOwner,
     check_request,
+    experts_in_row,
 )
 from shoal.sampler.programs import (
     CHUNK,
@@ -93,6 +95,7 @@ class Engine:
         decode: Decode | None = None,
         truncated: bool = False,
         max_support: int = 0,
+        records_experts: bool = False,
         pages: int = 0,
     ):
         """Makes an engine without weights; `load` gives it some. Compiles nothing: each program is
@@ -109,6 +112,8 @@ class Engine:
         and search their bounds at every token; False: requests with these settings are refused, and
         `max_support` counts as 0. `max_support` is K: truncation keeps at most K tokens, and
         completions record which, in `extra["support_ids"]`, int32[T, K]; 0: no bound and no record.
+        `records_experts`: completions of training record the experts of their tokens, in
+        `extra["experts"]` and `prompt_experts`; only for a model with experts.
 
         `pages`: pages in the pool of each replica, if keys are stored in pages; 0: enough for all
         rows at their limits. If pages run out, rows are saved to the host's memory. ValueError if
@@ -123,6 +128,7 @@ class Engine:
         self.has_states = model.architecture.delta_net is not None
         self.siblings = min(siblings_per_row, group_size) or group_size
         self.max_support = min(max_support, model.architecture.vocab_size) if truncated else 0
+        self.records_experts = records_experts
         self.num_rows = num_rows(slots, self.siblings, shards)
         self.replica_rows = self.num_rows // shards  # programs number rows within a replica
         rows_per_group = -(-group_size // self.siblings)
@@ -199,7 +205,13 @@ class Engine:
         # (program, prompt length) that were called before, so that they are compiled
         self._started: set[tuple[str, int]] = set()
         programs = make_programs(
-            model, self._sizes, self.eos_ids, truncated, self.max_support, piece
+            model,
+            self._sizes,
+            self.eos_ids,
+            truncated,
+            self.max_support,
+            piece,
+            records_experts,
         )
         self.programs: dict[str, Any] = dict(programs)
 
@@ -621,15 +633,18 @@ class Engine:
             self.scheduler.batch_rows(bucket), self.siblings, self.scheduler.padded(bucket)
         )
 
-    def _start_feeds(self, owners: Sequence[RowOwner]) -> None:
+    def _start_feeds(self, owners: Sequence[RowOwner]) -> list[FedTokens]:
         """Starts steps that compute the keys of contexts of FEED tokens or more, FEED tokens at a
         time, in the rows of `owners`, for completions that were extended and not sampled since.
         Starts nothing if no context is that long. Moves these tokens to the completions' `tokens`;
         the rest of a context, shorter than FEED, is left for the next decode. So a context's length
-        alone decides which tokens are computed in which way.
+        alone decides which tokens are computed in which way. Returns the tokens whose experts are
+        recorded; [] if none are.
 
         If the model has states, a completion whose last turn the host has cut is computed anew
-        before its context, from its prompt's state on: the device may have sampled further."""
+        before its context, from its prompt's state on: the device may have sampled further. The
+        experts that its tokens had before stay recorded."""
+        all_fed: list[FedTokens] = []
         while True:
             to_feed: list[tuple[int, int, PartialCompletion]] = []
             for _, row, subgroup, active in owners:
@@ -638,9 +653,10 @@ class Engine:
                     if partial.resumes and (rewinds or len(partial.context) >= FEED):
                         to_feed.append((row, slot, partial))
             if not to_feed:
-                return
+                return all_fed
             arrays = self._empty_feed()
             take_position = self.scheduler.position_taker(FEED_ROWS * self.scheduler.replicas)
+            fed: list[tuple[PartialCompletion, int, int]] = []  # (.., position, number of tokens)
             for row, slot, partial in to_feed:
                 position = take_position(row)
                 if position is None:
@@ -656,10 +672,14 @@ class Engine:
                     # the feed begins with the last token before the context, which has no key yet
                     start = len(partial.tokens) - 1
                     tokens = partial.feed(FEED, self.version, self.max_support)
+                    fed.append((partial, position, len(tokens)))
                 arrays["start"][position] = start
                 arrays["count"][position] = len(tokens)
                 arrays["tokens"][position, : len(tokens)] = tokens
-            self._run("feed", arrays)
+            experts = self._run("feed", arrays)
+            if self.records_experts:
+                for partial, position, count in fed:
+                    all_fed.append(FedTokens(partial, position, count, experts))
 
     def _empty_feed(self) -> dict[str, Any]:
         """Returns the arrays of a feed, with all positions unused."""
@@ -678,8 +698,9 @@ class Engine:
         with_turns = [owner for owner in owners if owner.active.request.has_turns]
         # If the positions of a cache are split over devices, all of a context is computed by the
         # decode, token by token.
+        fed: list[FedTokens] = []
         if with_turns and self.model.key_parts == 1:
-            self._start_feeds(with_turns)
+            fed = self._start_feeds(with_turns)
         arrays = self._decode_arrays(bool(with_turns))
         for _, row, subgroup, active in with_turns:
             for slot, partial in enumerate(self._partials(subgroup, active)):
@@ -692,7 +713,7 @@ class Engine:
                 if next_tokens:
                     arrays["num_forced"][row, slot] = len(next_tokens)
                     arrays["forced"][row, slot, : len(next_tokens)] = next_tokens
-        self._start_step("decode", arrays, owners)
+        self._start_step("decode", arrays, owners, fed)
 
     def _partials(self, subgroup: int, active: ActiveRequest) -> list[PartialCompletion]:
         """Returns the completions of a request's subgroup number `subgroup`."""
@@ -723,26 +744,30 @@ class Engine:
         arrays.update(no_context(self.num_rows, self.siblings))
         return arrays
 
-    def _start_step(self, program: str, arrays: dict[str, Any], owners: list[RowOwner]) -> None:
+    def _start_step(
+        self,
+        program: str,
+        arrays: dict[str, Any],
+        owners: list[RowOwner],
+        fed: Sequence[FedTokens] = (),
+    ) -> None:
         """Starts "prefill", "join" or "decode" with these arguments, and adds it to the steps in
-        flight. `owners`: the rows whose tokens it samples. The first step allocates the caches."""
+        flight. `owners`: the rows whose tokens it samples. `fed`: what feeds for it compute. The
+        first step allocates the caches."""
         if not self._state:
             self._state = self.programs["make_state"]()
         prompt_size = arrays["tokens"].shape[1] if program == "prefill" else 0
         sampled = self._run(program, arrays, prompt_size)
-        assert sampled is not None
         # which slots this decode samples
         live = ~arrays["stopped"] if program == "decode" else None
-        step = InFlightStep(sampled, owners, live, self.version)
+        step = InFlightStep(sampled, owners, live, self.version, fed)
         self.in_flight.append(step)
         self._ungathered.append(step)
 
-    def _run(
-        self, program: str, arrays: dict[str, Any], prompt_size: int = 0
-    ) -> SampledTokens | None:
+    def _run(self, program: str, arrays: dict[str, Any], prompt_size: int = 0) -> Any:
         """Starts "prefill", "join", "feed" or "decode" on the state, replaces the state by the next
-        one, and returns what is sampled, on the device; None for "feed". Does not wait for the
-        device. `prompt_size`: of "prefill", to how many tokens the prompts are padded; else 0."""
+        one, and returns what `run_program` does, on the device. Does not wait for the device.
+        `prompt_size`: of "prefill", to how many tokens the prompts are padded; else 0."""
         assert self.parameters is not None and self._state is not None
         with self._may_compile(program, prompt_size):
             self._state, sampled = run_program(
@@ -784,7 +809,11 @@ class Engine:
         self.parked.copy_to_host(self.requests)
         if step.live is not None:
             self._count_slots(on_host.count)
+        for fed in step.fed:
+            fed.partial.experts.append(experts_in_row(fed.experts, fed.position, fed.count))
         for owner in step.owners:
+            if on_host.prompt_experts is not None:
+                _note_prompt_experts(owner, on_host.prompt_experts)
             self._gather_row(owner, on_host, step)
         self._ungathered.popleft()
         self._start_all()
@@ -884,9 +913,20 @@ class Engine:
         tokens so far. The completion must have ended, or wait for its next turn."""
         request = active.request
         completion = active.partials[number].completion(
-            request.id, request.first + number, self.max_support
+            request.id, request.first + number, self.max_support, active.prompt_experts
         )
         self.finished.setdefault(request.id, []).append(completion)
+
+
+def _note_prompt_experts(owner: RowOwner, experts: Sequence[Any]) -> None:
+    """Notes the experts of the prompt that a prefill computed in a row, once for its request, and
+    only for training: nothing reads those of other requests. `experts`: of each layer that has
+    some, [rows, T, k]."""
+    active = owner.active
+    request = active.request
+    if request.purpose is Purpose.TRAIN and active.prompt_experts is None:
+        size = len(request.prompt_ids)
+        active.prompt_experts = experts_in_row(experts, owner.position, size)
 
 
 def run_until_idle(engine: Engine) -> Iterator[tuple[int, list[Completion]]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from shoal.protocols import SampleRequest
@@ -39,6 +40,9 @@ class PartialCompletion:
     versions: list[int] = field(default_factory=list)
     # int32[K] per token; empty if they are not recorded
     support_ids: list[np.ndarray] = field(default_factory=list)
+    # The experts of all tokens but the last, which has not been computed: arrays [tokens, layers
+    # with experts, k] to be joined; empty if they are not recorded.
+    experts: list[np.ndarray] = field(default_factory=list)
     # why the completion, or its last turn, ended; None while it is sampled
     reason: StopReason | None = None
     # True if the turn has ended and the completion is to be extended or ended next
@@ -166,6 +170,9 @@ class PartialCompletion:
         self.versions.extend([version] * count)
         if step.support_ids is not None:
             self.support_ids.extend(step.support_ids[:count, position, slot])
+        if step.experts is not None:
+            # A copy, so that the step's array, which has all slots, is not kept.
+            self.experts.append(step.experts[:count, position, slot].copy())
         surplus = max(0, len(self.tokens) - self.turn_end)
         if surplus:
             self._cut(self.turn_end)
@@ -203,16 +210,32 @@ class PartialCompletion:
             self.support_ids,
         ):
             del values[size:]
+        if self.experts:
+            # The last token is computed again if the completion goes on.
+            self.experts = [np.concatenate(self.experts)[: max(0, size - 1)]]
 
-    def completion(self, request_id: int, index: int, max_support: int) -> Completion:
+    def completion(
+        self,
+        request_id: int,
+        index: int,
+        max_support: int,
+        prompt_experts: np.ndarray | None = None,
+    ) -> Completion:
         """Returns the tokens so far as a `Completion`, with copies of the lists. Called when a turn
         has ended. `request_id`: id of the completion's request; `index`: the completion's index
-        within its group; `max_support`: ids per token in `extra["support_ids"]`, 0: none."""
+        within its group; `max_support`: ids per token in `extra["support_ids"]`, 0: none.
+        `prompt_experts`: the experts of the prompt's tokens, which all completions of the prompt
+        then have, and their own in `extra["experts"]`; None: none are recorded."""
         assert self.reason is not None
         extra = {}
         if max_support:
             support_ids = np.array(self.support_ids, np.int32)
             extra["support_ids"] = support_ids.reshape(len(self.tokens), max_support)
+        if prompt_experts is not None:
+            known = np.concatenate([prompt_experts[:0], *self.experts])
+            experts = np.zeros((len(self.tokens), *known.shape[1:]), known.dtype)
+            experts[: len(known)] = known
+            extra["experts"] = experts
         return Completion(
             request_id=request_id,
             index=index,
@@ -223,6 +246,7 @@ class PartialCompletion:
             stop_reason=self.reason,
             extra=extra,
             waits=self.waits,
+            prompt_experts=prompt_experts,
         )
 
 
@@ -233,6 +257,9 @@ class ActiveRequest:
 
     request: SampleRequest
     partials: list[PartialCompletion]
+    # The experts of the prompt's tokens, unsigned[tokens, layers with experts, k]; None if they
+    # are not recorded, and until the prompt has entered.
+    prompt_experts: np.ndarray | None = None
     # True once the engine has forgotten the request, because it finished or was cancelled
     is_forgotten: bool = False
 
@@ -285,6 +312,15 @@ class RowOwner(NamedTuple):
     active: ActiveRequest
 
 
+class FedTokens(NamedTuple):
+    """The tokens of a completion that one feed computes, whose experts are recorded."""
+
+    partial: PartialCompletion
+    position: int  # the completion's position in the arrays of the feed
+    count: int
+    experts: Sequence[jax.Array]  # of each layer with experts: unsigned[M, C, k], on the devices
+
+
 class InFlightStep(NamedTuple):
     """A compiled step whose tokens have not been gathered."""
 
@@ -293,6 +329,13 @@ class InFlightStep(NamedTuple):
     # bool[N, W]: the slots that a decode samples; None for other programs
     live: np.ndarray | None
     version: int  # version of the weights that the step samples from
+    fed: Sequence[FedTokens] = ()  # what feeds computed before this decode
+
+
+def experts_in_row(layers: Sequence[jax.Array], position: int, count: int) -> np.ndarray:
+    """Returns the experts of the first `count` tokens of one row, unsigned[count, layers, k], from
+    those of several rows in each layer, [rows, T, k]."""
+    return np.stack([np.asarray(layer)[position, :count] for layer in layers], axis=1)
 
 
 def check_request(

@@ -108,6 +108,12 @@ class SampledTokens:
     eos: Any  # bool[rows, W]: the slot ended with an end-of-sequence token
     # int32[steps, rows, W, K]: the tokens that each token was sampled from; None if not recorded
     support_ids: Any = None
+    # Of a decode, unsigned[steps, rows, W, layers with experts, k]: the experts of the token that
+    # was the input of each step, the one before the step's own; None if not recorded.
+    experts: Any = None
+    # Of a prefill, for each layer with experts unsigned[rows, T, k]: the experts of the prompts'
+    # tokens; None if not recorded.
+    prompt_experts: Any = None
 
 
 class TokenChoice(NamedTuple):
@@ -116,6 +122,7 @@ class TokenChoice(NamedTuple):
     eos_ids: tuple[int, ...]
     truncated: bool  # with top-k, top-p and min-p
     max_support: int  # K, the most tokens that truncation keeps; 0: none are recorded
+    records_experts: bool = False  # the experts of each token are recorded
 
 
 class StateSizes(NamedTuple):
@@ -136,14 +143,16 @@ def make_programs(
     truncated: bool,
     max_support: int,
     piece: int,
+    records_experts: bool = False,
 ) -> dict[str, Program]:
     """Returns the programs of an engine by name, each compiled at its first call: "make_state",
     "prefill", "join", "decode", "feed", "save", "restore". If the model's layers are compiled one
     by one, "prefill" and "feed" compute one layer, and "embed" and "enter" what comes before and
     after the layers: `run_program` calls them in turn.
 
-    `eos_ids`: tokens that end a completion. `truncated`, `max_support`: see `TokenChoice`. Prompts
-    longer than `piece` tokens are computed in pieces of that many (see `piece_size`).
+    `eos_ids`: tokens that end a completion. `truncated`, `max_support`, `records_experts`: see
+    `TokenChoice`. Prompts longer than `piece` tokens are computed in pieces of that many (see
+    `piece_size`).
 
     Equal arguments give the same dict, which must not be changed: the last PROGRAMS_KEPT are
     kept."""
@@ -151,12 +160,8 @@ def make_programs(
     layout = jax.tree.map(get_sharding, state_shapes(model, sizes))
     # Saved rows bring their keys along, so they have no pool of pages.
     saved = jax.tree.map(get_sharding, state_shapes(model, sizes._replace(pages=0)))
-    choice = TokenChoice(eos_ids, truncated, max_support)
+    choice = TokenChoice(eos_ids, truncated, max_support, records_experts)
     by_row = PartitionSpec(model.role.row_axes)
-    tokens = _tokens_by_row(model.role, max_support)
-    # Sampled tokens keep their sharding: if the compiler chose another, the next call would compile
-    # again.
-    sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), tokens)
     placed = NamedSharding(model.role.mesh, by_row)
     role = model.role.with_options(SAMPLER_OPTIONS)
     decoding = model.role.with_options(CHUNKED_OPTIONS) if model.ffn_chunks > 1 else role
@@ -181,43 +186,50 @@ def make_programs(
             out_shardings=shardings,
         )
 
-    specs = (by_row, tokens)
-    shardings = (layout, sampled)
+    def jit_sampling(name: str, step: Callable, role: Role = role, layout: Any = layout) -> Program:
+        """Returns the program of a step that samples tokens, "prefill", "join" or "decode"; its
+        state has this layout."""
+        tokens = _tokens_by_row(model.role, choice, name)
+        # Sampled tokens keep their sharding: if the compiler chose another, the next call would
+        # compile again.
+        sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), tokens)
+        return jit(partial(step, choice=choice), (by_row, tokens), (layout, sampled), role)
+
     make_state = partial(_idle_state, model, sizes)
     programs = {
         "make_state": model.role.jit(make_state, out_shardings=layout),
-        "join": jit(partial(_join, choice=choice), specs, shardings),
-        "decode": jit(partial(_decode, choice=choice), specs, shardings, decoding),
+        "join": jit_sampling("join", _join),
+        "decode": jit_sampling("decode", _decode, decoding),
         "save": role.jit(partial(_save, role), out_shardings=saved),
         "restore": role.jit(partial(_restore, role), donate_argnums=0, out_shardings=layout),
     }
     # 0 unless the layers are compiled one by one
     if not model.ffn_chunks:
-        prefill = partial(_prefill, piece=piece, choice=choice)
-        programs["prefill"] = jit(prefill, specs, shardings)
-        # None: a feed samples no tokens
-        programs["feed"] = jit(_feed, (by_row, None), (layout, None))
+        programs["prefill"] = jit_sampling("prefill", partial(_prefill, piece=piece))
+        feed = partial(_feed, records_experts=records_experts)
+        programs["feed"] = jit(feed, (by_row, by_row), (layout, placed))
         return programs
     kinds = model.architecture.kinds
     embed_specs = (by_row, by_row, by_row, by_row)
     embed_shardings = (placed, placed, placed, placed)
     embed_step = partial(_embed_by_layer, piece=piece)
     programs["embed"] = jit(embed_step, embed_specs, embed_shardings, donated=())
-    layer_specs = (by_row, by_row)
+    layer_specs = (by_row, by_row, by_row)
     for number, layer in enumerate(kinds):
         first = next(i for i in range(len(layout.caches)) if model.architecture.layer(i) == layer)
         jit_layer = partial(
             jit,
             specs=layer_specs,
-            shardings=(placed, layout.caches[first : first + 1]),
+            shardings=(placed, layout.caches[first : first + 1], placed),
             donated=("x", "caches"),
             queued=False,
         )
-        prefill = partial(_prefill_layers, piece=piece, kinds=(layer,))
+        of_layer = {"kinds": (layer,), "records_experts": records_experts}
+        prefill = partial(_prefill_layers, piece=piece, **of_layer)
         programs[_of_kind("prefill", number)] = jit_layer(prefill)
-        programs[_of_kind("feed", number)] = jit_layer(partial(_feed_layers, kinds=(layer,)))
-    enter_shardings = (replace(layout, caches=()), sampled)
-    programs["enter"] = jit(partial(_enter_prompts, choice=choice), specs, enter_shardings)
+        programs[_of_kind("feed", number)] = jit_layer(partial(_feed_layers, **of_layer))
+    without_caches = replace(layout, caches=())
+    programs["enter"] = jit_sampling("enter", _enter_prompts, layout=without_caches)
     return programs
 
 
@@ -234,10 +246,11 @@ def run_program(
     parameters: Params,
     state: DecodeState,
     arrays: Mapping[str, Any],
-) -> tuple[DecodeState, SampledTokens | None]:
+) -> tuple[DecodeState, Any]:
     """Starts "prefill", "join", "feed" or "decode" on a state, without waiting, and returns (the
-    next state, the tokens that were sampled; None for "feed"). `arrays`: the other arguments of the
-    step, as `empty_batch`, `empty_feed` and `no_context` begin them.
+    next state, the `SampledTokens`; of "feed", which samples none, the experts that `_feed`
+    returns). `arrays`: the other arguments of the step, as `empty_batch`, `empty_feed` and
+    `no_context` begin them.
 
     If the model's layers are compiled one by one, this function calls the program of "prefill" or
     "feed" once for each layer.
@@ -245,7 +258,6 @@ def run_program(
     `state` is donated: it must not be used afterwards."""
     if name not in ("prefill", "feed") or "embed" not in programs:
         return programs[name](parameters, state=state, **arrays)
-    sampled = None
     embed_inputs = dict(arrays)
     enter_inputs = {}
     for key in ("limit", "keys", "sampling"):
@@ -259,17 +271,22 @@ def run_program(
     shared |= where
     enter_inputs |= where
     caches = ()
+    experts: tuple[jax.Array, ...] = ()
     a = model.architecture
     by_layer = zip(parameters.blocks, state.caches, inputs, strict=True)
     for number, (weights, cache, own) in enumerate(by_layer):
         program = programs[_of_kind(name, a.kinds.index(a.layer(number)))]
-        x, written = program((weights,), x=x, caches=(cache,), inputs=own, **shared)
+        x, written, chosen = program((weights,), x=x, caches=(cache,), inputs=own, **shared)
         caches += written
-    if name == "prefill":
-        # This program needs neither the layers nor the caches.
-        state, sampled = programs["enter"](
-            replace(parameters, blocks=()), state=replace(state, caches=()), x=x, **enter_inputs
-        )
+        experts += chosen
+    if name == "feed":
+        return replace(state, caches=caches), experts
+    # This program needs neither the layers nor the caches.
+    state, sampled = programs["enter"](
+        replace(parameters, blocks=()), state=replace(state, caches=()), x=x, **enter_inputs
+    )
+    if experts:
+        sampled = replace(sampled, prompt_experts=experts)
     return replace(state, caches=caches), sampled
 
 
@@ -421,12 +438,25 @@ def _layout(role: Role, shapes: DecodeState) -> DecodeState:
     return replace(outside, caches=tuple(caches))
 
 
-def _tokens_by_row(role: Role, max_support: int) -> SampledTokens:
-    """Returns the partition specs of `SampledTokens`: each replica has the tokens of its rows."""
+def _tokens_by_row(role: Role, choice: TokenChoice, name: str) -> SampledTokens:
+    """Returns the partition specs of the `SampledTokens` of the program called `name`: each replica
+    has the tokens of its rows."""
     rows = PartitionSpec(role.row_axes)
     steps = PartitionSpec(None, role.row_axes)
-    support_ids = steps if max_support else None
-    return SampledTokens(steps, steps, rows, rows, rows, support_ids)
+    support_ids = steps if choice.max_support else None
+    experts = steps if choice.records_experts and name == "decode" else None
+    prompt_experts = rows if choice.records_experts and name == "prefill" else None
+    return SampledTokens(steps, steps, rows, rows, rows, support_ids, experts, prompt_experts)
+
+
+def _chosen_experts(model: Model, aux: Sequence[LayerAux]) -> tuple[jax.Array, ...]:
+    """Returns the experts of tokens [R, T, k] in each of some layers that has experts, in the type
+    that is recorded."""
+    sizes = model.architecture.experts
+    assert sizes is not None, "only models with experts record them"
+    return tuple(
+        layer.experts.astype(sizes.route_type) for layer in aux if layer.experts is not None
+    )
 
 
 def _next_tokens(
@@ -565,7 +595,7 @@ def _prefill(
     x, inputs, shared, _ = _embed(
         tables, tokens=tokens, model=model, piece=piece, length=length, rows=rows
     )
-    x, caches = _prefill_layers(
+    x, caches, experts = _prefill_layers(
         parameters.blocks,
         x=x,
         inputs=inputs,
@@ -576,8 +606,9 @@ def _prefill(
         rows=rows,
         model=model,
         piece=piece,
+        records_experts=choice.records_experts,
     )
-    return _enter_prompts(
+    state, sampled = _enter_prompts(
         parameters,
         state=replace(state, caches=caches),
         x=x,
@@ -589,6 +620,9 @@ def _prefill(
         model=model,
         choice=choice,
     )
+    if choice.records_experts:
+        sampled = replace(sampled, prompt_experts=experts)
+    return state, sampled
 
 
 def _embed(
@@ -655,11 +689,12 @@ def _prefill_layers(
     model: Model,
     piece: int,
     kinds: Sequence[Layer] = (),
-) -> tuple[jax.Array, tuple[Cache, ...]]:
-    """Runs prompts x[R, T, D] of length[R] through layers. Returns the layers' output and the
-    caches with what the prompts left written to rows[R]. `rope`, `reads` and `inputs`, those of
-    these layers, are of `_embed`.
-    If T is more than `piece`, the layers compute the prompts in pieces of that many tokens. `kinds`
+    records_experts: bool = False,
+) -> tuple[jax.Array, tuple[Cache, ...], tuple[jax.Array, ...]]:
+    """Runs prompts x[R, T, D] of length[R] through layers. Returns (the layers' output, the caches
+    with what the prompts left written to rows[R], with `records_experts` the `_chosen_experts` of
+    these layers, else ()). `rope`, `reads` and `inputs`, those of these layers, are of `_embed`. If
+    T is more than `piece`, the layers compute the prompts in pieces of that many tokens. `kinds`
     are those of the layers, without them those of all layers of the model."""
     size = x.shape[1]
     kinds = kinds or model.architecture.layers_in_order
@@ -669,7 +704,8 @@ def _prefill_layers(
         compute = partial(block, model, rope=rope, mixing=mixing)
     x, aux = through_layers(model, blocks, x, compute, kinds=kinds, inputs=_layers_first(inputs))
     left = [of_layer.cache for of_layer in aux]
-    return x, kv_caches.write_prefixes(model, caches, left, rows, length, kinds)
+    experts = _chosen_experts(model, aux) if records_experts else ()
+    return x, kv_caches.write_prefixes(model, caches, left, rows, length, kinds), experts
 
 
 def _layers_first(inputs: LayerInputs) -> LayerInputs:
@@ -729,8 +765,8 @@ def _in_pieces(
 ) -> tuple[jax.Array, LayerAux]:
     """Computes one layer of prompts x[R, T, D] of length[R], `piece` tokens at a time; T is a
     multiple of `piece`. Returns (the layer's output, aux with (keys, values) of [R, T, K, A], or
-    with the (state, tail) of a delta net). `inputs` are those of the layer. `cache` is unused: the
-    argument that a layer has in decoding."""
+    with the (state, tail) of a delta net, and with the tokens' experts). `inputs` are those of the
+    layer. `cache` is unused: the argument that a layer has in decoding."""
     count, size, _ = x.shape
     longest = length.max()
     block_keys = block_size(piece, model.role.platform)
@@ -744,16 +780,21 @@ def _in_pieces(
         head_dim = model.architecture.head_dim_of(layer)
         zeros = jnp.zeros((count, model.key_heads_of(layer), size, head_dim), model.dtype)
         left = LayerCache(zeros, zeros, None, None)
+    experts = None
+    if layer.feed_forward != "mlp":
+        assert model.architecture.experts is not None
+        shape = (count, size, model.architecture.experts.experts_per_token)
+        experts = jnp.zeros(shape, jnp.int32)
 
     def has_next(carry: tuple) -> jax.Array:
-        number, _, _ = carry
+        number, _, _, _ = carry
         return number * piece < longest
 
     def one_piece(carry: tuple) -> tuple:
         """Computes the layer for the next piece of all prompts. `carry`: (number of the piece; x,
-        the layer's output for earlier pieces and its input for the others; what they left so
-        far)."""
-        number, x, left = carry
+        the layer's output for earlier pieces and its input for the others; what they left so far;
+        the experts of earlier pieces)."""
+        number, x, left, experts = carry
         start = number * piece
 
         def own_tokens(whole: jax.Array) -> jax.Array:
@@ -774,14 +815,17 @@ def _in_pieces(
         )
         next_number = number + 1
         x = jax.lax.dynamic_update_slice_in_dim(x, own, start, 1)
-        return next_number, x, aux.cache
+        if experts is not None:
+            experts = jax.lax.dynamic_update_slice_in_dim(experts, aux.experts, start, 1)
+        return next_number, x, aux.cache, experts
 
     # Compute as many pieces as the longest prompt has: what the other prompts compute beyond their
     # ends is masked, like padding.
-    _, x, left = jax.lax.while_loop(has_next, one_piece, (jnp.int32(0), x, left))
+    first = jnp.int32(0), x, left, experts
+    _, x, left, experts = jax.lax.while_loop(has_next, one_piece, first)
     if isinstance(left, LayerCache):
         left = left.prefix_k.swapaxes(1, 2), left.prefix_v.swapaxes(1, 2)
-    return x, LayerAux(left)
+    return x, LayerAux(left, experts)
 
 
 def _join(
@@ -870,12 +914,13 @@ def _feed(
     count: jax.Array,
     model: Model,
     pages: jax.Array | None = None,
-) -> tuple[DecodeState, None]:
+    records_experts: bool = False,
+) -> tuple[DecodeState, tuple[jax.Array, ...]]:
     """Computes the keys (and states) of context tokens, the first count[M] of tokens[M, C], and
     writes them to the caches of the completions at rows[M], slots[M], which have start[M] tokens
-    before them. Writes nothing for a row past the end. Returns (state, None), because nothing is
-    sampled. pages[M, T]: the pages that
-    hold the completions' keys; None if keys are not stored in pages."""
+    before them. Writes nothing for a row past the end. Returns (state, with `records_experts` for
+    each layer with experts those of the tokens, unsigned[M, C, k], else ()). pages[M, T]: the pages
+    that hold the completions' keys; None if keys are not stored in pages."""
     x, inputs, shared, _ = _embed(
         (parameters.embed_tokens, parameters.layer_embedding),
         tokens=tokens,
@@ -884,7 +929,7 @@ def _feed(
         rows=rows,
         start=start,
     )
-    _, caches = _feed_layers(
+    _, caches, experts = _feed_layers(
         parameters.blocks,
         x=x,
         inputs=inputs,
@@ -897,8 +942,9 @@ def _feed(
         prefix_len=shared["prefix_len"],
         model=model,
         pages=pages,
+        records_experts=records_experts,
     )
-    return replace(state, caches=caches), None
+    return replace(state, caches=caches), experts
 
 
 def _feed_layers(
@@ -916,10 +962,12 @@ def _feed_layers(
     model: Model,
     pages: jax.Array | None = None,
     kinds: Sequence[Layer] = (),
-) -> tuple[jax.Array, tuple[Cache, ...]]:
-    """Runs context x[M, C, D] through layers. Returns the layers' output and the caches with the
+    records_experts: bool = False,
+) -> tuple[jax.Array, tuple[Cache, ...], tuple[jax.Array, ...]]:
+    """Runs context x[M, C, D] through layers. Returns (the layers' output, the caches with the
     context's keys written for the completions at rows[M], slots[M], which have start[M] tokens
-    before it; nothing is written for a row past the end. The first count[M] tokens are real.
+    before it, with `records_experts` the `_chosen_experts` of these layers, else ()); nothing is
+    written for a row past the end. The first count[M] tokens are real.
     `rope`: the context's rotary angles. `inputs`[M, layers, C, ...]: what each layer gets of the
     context beside x. prefix_len[M]: lengths of the prompts. pages[M, T]: the pages that hold the
     completions' keys; None if keys are not stored in pages."""
@@ -933,7 +981,8 @@ def _feed_layers(
     written = []
     for cache, of_layer in zip(caches, aux, strict=True):
         written.append(_write_context(cache, of_layer.cache, rows, slots, pages))
-    return x, tuple(written)
+    experts = _chosen_experts(model, aux) if records_experts else ()
+    return x, tuple(written), experts
 
 
 def _read_context(
@@ -1090,6 +1139,10 @@ def _decode(
     if choice.max_support:
         support_ids = jnp.zeros((CHUNK, rows, siblings, choice.max_support), jnp.int32)
         empty = replace(empty, support_ids=support_ids)
+    if choice.records_experts:
+        a = model.architecture
+        assert a.experts is not None and a.route_shape is not None
+        empty = replace(empty, experts=jnp.zeros((*by_step, *a.route_shape), a.experts.route_type))
     # the longest prompt of a row that is still sampled: attention reads no block beyond it
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
     # Draw the noise of all tokens at once: a live slot's length grows by one at each token, and
@@ -1142,6 +1195,9 @@ def _decode(
         )
         if support_ids is not None:
             out = replace(out, support_ids=out.support_ids.at[step].set(support_ids))
+        if choice.records_experts:
+            experts = jnp.stack(_chosen_experts(model, aux), axis=2)  # [N, W, layers, k]
+            out = replace(out, experts=out.experts.at[step].set(experts))
         new = replace(s, caches=caches, token=token, length=length, done=done)
         return unfinished(step + 1, done), step + 1, new, out
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 import jax
 import numpy as np
 
-from shoal.records import Completion, Group
+
+from shoal.records import Completion, Group, ShoalError
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +60,9 @@ class LearnerBatch:
     # int32[R, T, K]: the tokens that a truncating sampler chose from, filled up with -1; None if it
     # did not truncate
     support_ids: Any = None
+    # int16[R, T, layers with experts, k]: the experts that the sampler sent each token to, which
+    # the policy uses again; -1 where it chooses them itself. None: everywhere.
+    experts: Any = None
 
 
 @dataclass(frozen=True)
@@ -94,13 +98,22 @@ class MicroBatch:
     prompts: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
-    def empty(cls, shape: Shape, temperature: float, max_support: int = 0) -> MicroBatch:
+    def empty(
+        cls,
+        shape: Shape,
+        temperature: float,
+        max_support: int = 0,
+        route_shape: tuple[int, int] | None = None,
+    ) -> MicroBatch:
         """Returns a micro-batch that is all padding. `max_support` is the K of `support_ids`; 0 for
-        none."""
+        none. `route_shape` is the (layers with experts, k) of `experts`; None for none."""
         grid = (shape.rows, shape.length)
         support_ids = None
         if max_support:
             support_ids = np.full((shape.rows, shape.length, max_support), -1, np.int32)
+        experts = None
+        if route_shape:
+            experts = np.full((*grid, *route_shape), -1, np.int16)
         arrays = LearnerBatch(
             tokens=np.zeros(grid, np.int32),
             position=np.zeros(grid, np.int32),
@@ -115,17 +128,27 @@ class MicroBatch:
             ref_logprobs=np.zeros(grid, np.float32),
             temperature=np.float32(temperature),
             support_ids=support_ids,
+            experts=experts,
         )
         return cls(arrays, [0] * shape.rows)
 
-    def add(self, row: int, prompt: np.ndarray, completions: Mapping[Key, np.ndarray]) -> None:
+    def add(
+        self,
+        row: int,
+        prompt: np.ndarray,
+        completions: Mapping[Key, np.ndarray],
+        prompt_experts: np.ndarray | None = None,
+    ) -> None:
         """Adds a prompt and completions of it, each as token ids, to a row. The row must have room
         for all of them. Notes in `positions` where the tokens of each completion are, and counts
         the row's tokens in `used`. Of the arrays, only tokens, position, before, segment and prompt
-        are set."""
+        are set, and of the prompt's tokens the `prompt_experts`[Tp, layers, k], if there are
+        any."""
         first_token = self.used[row]
         last_token = first_token + len(prompt) - 1
-        segment, _ = self._add(row, prompt, 0, first_token)
+        segment, prompt_place = self._add(row, prompt, 0, first_token)
+        if prompt_experts is not None:
+            self.arrays.experts[prompt_place] = prompt_experts
         for key, ids in completions.items():
             _, self.positions[key] = self._add(row, ids, len(prompt), last_token)
         self.arrays.prompt[row, first_token : self.used[row]] = segment
@@ -150,6 +173,10 @@ class MicroBatch:
         self.arrays.before[row, start] = before
         self.used[row] = stop
         return segment, tokens
+
+    def with_own_routes(self) -> MicroBatch:
+        """Returns the micro-batch for a model that chooses all experts itself."""
+        return replace(self, arrays=replace(self.arrays, experts=None))
 
     @property
     def num_tokens(self) -> int:
@@ -239,6 +266,7 @@ def pack(
     ref_logprobs: TokenValues | None = None,
     teacher_bonus: TokenValues | None = None,
     max_support: int = 0,
+    route_shape: tuple[int, int] | None = None,
 ) -> list[MicroBatch]:
     """Packs the groups numbered in `include`, from 0, into micro-batches of `shapes`, which come
     largest first, and returns these.
@@ -248,17 +276,20 @@ def pack(
     Completions that are not valid, or have no tokens, are left out. `old_logprobs` and
     `ref_logprobs` are 0 if they are None. `teacher_bonus` is added to the advantage of each token.
     `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all.
-    Above 0, each completion must have `extra["support_ids"]`. At least one micro-batch is returned:
+    Above 0, each completion must have `extra["support_ids"]`. With `route_shape`,
+    (layers with experts, k), the recorded experts of tokens are used again, and each completion
+    must have `extra["experts"]` of that shape (ShoalError). At least one micro-batch is returned:
     an update without rows applies a gradient of 0. Raises ValueError if a prompt with one of its
-    completions fits no row of the first shape.
-    """
+    completions fits no row of the first shape."""
     # By (group, prompt of the group): the prompt's token ids; its number of tokens, with those of
     # its completions.
     prompts: dict[tuple[int, int], np.ndarray] = {}
+    prompt_experts: dict[tuple[int, int], np.ndarray | None] = {}
     sizes: dict[tuple[int, int], tuple[int, dict[Key, int]]] = {}
     tokens_of: dict[Key, slice] = {}  # within the completion
     for group_index in include:
         group = groups[group_index]
+        experts_of = group.experts_by_prompt() if route_shape else {}
         for prompt_index, (prompt, followers) in enumerate(group.by_prompt()):
             lengths: dict[Key, int] = {}
             for completion_index, tokens in followers:
@@ -266,16 +297,19 @@ def pack(
                 if not group.valid[completion_index]:
                     continue
                 length = tokens.stop - tokens.start
+                if route_shape:
+                    _check_experts(group.completions[completion_index], route_shape)
                 if length > 0:
                     key = (group_index, completion_index, tokens.start)
                     lengths[key] = length
                     tokens_of[key] = tokens
             if lengths:
                 prompts[group_index, prompt_index] = prompt
+                prompt_experts[group_index, prompt_index] = experts_of.get(prompt.tobytes())
                 sizes[group_index, prompt_index] = (len(prompt), lengths)
     batches = []
     for shape, rows in split_into_micro_batches(sizes, shapes):
-        batch = MicroBatch.empty(shape, temperature, max_support)
+        batch = MicroBatch.empty(shape, temperature, max_support, route_shape)
         for row, content in enumerate(rows):
             for prompt_key, keys in content.parts:
                 completions: dict[Key, np.ndarray] = {}
@@ -283,7 +317,7 @@ def pack(
                     group_index, completion_index, _ = key
                     completion = groups[group_index].completions[completion_index]
                     completions[key] = completion.token_ids[tokens_of[key]]
-                batch.add(row, prompts[prompt_key], completions)
+                batch.add(row, prompts[prompt_key], completions, prompt_experts[prompt_key])
         batches.append(batch)
     for batch in batches:
         arrays = batch.arrays
@@ -310,6 +344,11 @@ def pack(
                 support_ids = completion.extra["support_ids"][tokens]
                 row, columns = slots
                 arrays.support_ids[row, columns, : support_ids.shape[1]] = support_ids
+            if route_shape:
+                # The last token was never computed by the sampler, and nothing reads its state.
+                row, columns = slots
+                computed = slice(columns.start, columns.stop - 1)
+                arrays.experts[row, computed] = completion.extra["experts"][tokens][:-1]
     return batches
 
 
@@ -323,6 +362,26 @@ def _by_token(values: np.ndarray, completion: Completion, tokens: slice) -> np.n
     for value, turn in zip(values, completion.turns, strict=False):
         by_token[turn] = value
     return by_token[tokens]
+
+
+def _check_experts(completion: Completion, route_shape: tuple[int, int]) -> None:
+    """Raises ShoalError unless the experts of a completion's tokens are recorded, (layers with
+    experts, k) = `route_shape` of each."""
+    experts = completion.extra.get("experts")
+    if experts is None:
+        raise ShoalError(
+            "model.router_replay=on: a completion has no record of its tokens' experts, because "
+            "it was sampled without model.router_replay, or by something else; give "
+            "model.router_replay=off",
+            "model.router_replay",
+        )
+    if experts.shape[1:] != route_shape:
+        raise ShoalError(
+            f"model.router_replay=on: (layers with experts, experts of a token) are "
+            f"{experts.shape[1:]} in a completion, {route_shape} in the model: another model has "
+            "sampled it",
+            "model.router_replay",
+        )
 
 
 @dataclass

@@ -71,8 +71,22 @@ def hidden_states(
     segment = role.split_rows(batch.segment)
     prompt = role.split_rows(batch.prompt)
     mixing = row_mixing(model, segment, prompt, position)
-    hidden, aux = forward(model, parameters, tokens, position, mixing)
+    experts = None
+    if batch.experts is not None:
+        experts = _given_experts(model, role.split_rows(batch.experts))
+    hidden, aux = forward(model, parameters, tokens, position, mixing, experts=experts)
     return hidden, tokens, aux
+
+
+def _given_experts(model: Model, experts: jax.Array) -> jax.Array:
+    """Returns the experts that tokens are given, [R, T, layers with experts, k], as `LayerInputs`
+    has them."""
+    a = model.architecture
+    by_layer = jnp.moveaxis(experts.astype(jnp.int32), 2, 0)
+    if len(a.expert_layers) == a.num_layers:
+        return by_layer
+    given = jnp.full((a.num_layers, *by_layer.shape[1:]), -1)
+    return given.at[jnp.array(a.expert_layers)].set(by_layer)
 
 
 def batch_logprobs(
@@ -190,34 +204,42 @@ def _states_at(role: Role, hidden: jax.Array, index: jax.Array) -> jax.Array:
     )(hidden, index)
 
 
-LOAD = "experts/load"
-"""Name of the experts' loads among the sums of a micro-batch."""
+LOAD, REROUTED = "experts/load", "experts/rerouted"
+"""Names, among the sums of a micro-batch, of the experts' loads and of how many of the experts that
+tokens were given the trainer would not have chosen."""
 
 
-def load_shapes(model: Model) -> dict[str, Any]:
-    """Returns the shapes of what `expert_load` adds to the sums of a micro-batch, by name; empty
+def expert_shapes(model: Model) -> dict[str, Any]:
+    """Returns the shapes of what `expert_sums` adds to the sums of a micro-batch, by name; empty
     without experts."""
     a = model.architecture
     if a.experts is None:
         return {}
-    num_layers = sum(layer.feed_forward != "mlp" for layer in a.layers_in_order)
-    loads = jax.ShapeDtypeStruct((num_layers, a.experts.num_experts), jnp.float32)
-    return {LOAD: (loads, jax.ShapeDtypeStruct((), jnp.float32))}
+    loads = jax.ShapeDtypeStruct((len(a.expert_layers), a.experts.num_experts), jnp.float32)
+    count = jax.ShapeDtypeStruct((), jnp.float32)
+    return {LOAD: (loads, count), REROUTED: (count, count)}
 
 
-def expert_load(
-    model: Model, batch: LearnerBatch, aux: Sequence[LayerAux]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (how many tokens each expert has, float32[layers with experts, E]; the number of
-    tokens). Prompts' tokens count once, padding does not."""
+def expert_sums(model: Model, batch: LearnerBatch, aux: Sequence[LayerAux]) -> dict[str, Any]:
+    """Returns LOAD -> (how many tokens each expert has, float32[layers with experts, E]; the number
+    of tokens) and REROUTED -> (how many given experts the router would not have chosen; how many
+    were given). Prompts' tokens count once, padding does not. Empty without experts."""
     sizes = model.architecture.experts
-    assert sizes is not None, "a pattern with experts has their sizes"
+    if sizes is None:
+        return {}
     is_token = model.role.split_rows(batch.segment) > 0
     loads = []
+    rerouted = jnp.zeros(())
     for of_layer in aux:
         if of_layer.experts is not None:
             loads.append(load(of_layer.experts, is_token, sizes.num_experts))
-    return jnp.stack(loads), is_token.sum(dtype=jnp.float32)
+        if of_layer.rerouted is not None:
+            rerouted = rerouted + of_layer.rerouted.sum(dtype=jnp.float32)
+    num_given = jnp.zeros(())
+    if batch.experts is not None:
+        num_given = (batch.experts >= 0).sum(dtype=jnp.float32)
+    num_tokens = is_token.sum(dtype=jnp.float32)
+    return {LOAD: (jnp.stack(loads), num_tokens), REROUTED: (rerouted, num_given)}
 
 
 def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
@@ -239,7 +261,6 @@ def batch_loss(model: Model, objective: Objective, parameters: Params, batch: Le
         sampler_logprobs=batch.sampler_logprobs,
         ref_logprobs=batch.ref_logprobs,
     )
-    if model.architecture.experts:
-        sums[LOAD] = expert_load(model, batch, aux)
+    sums |= expert_sums(model, batch, aux)
     loss = (batch.weight * token_loss).sum()
     return loss, (sums, maxima, jax.lax.stop_gradient(lp))

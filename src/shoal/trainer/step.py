@@ -38,7 +38,7 @@ from shoal.model.parameters import (
 from shoal.model.transformer import Model
 from shoal.records import Params
 from shoal.trainer.batch import LearnerBatch
-from shoal.trainer.loss import batch_logprobs, batch_loss, load_shapes
+from shoal.trainer.loss import batch_logprobs, batch_loss, expert_shapes
 from shoal.trainer.optimizer import LossScale, learning_rate, make_optimizer, state_shardings
 
 PROGRAMS_KEPT = 4
@@ -99,7 +99,7 @@ class GradientSum:
 
     gradient: Params  # sum of gradients, times the loss scale if there is one
     loss: Any
-    sums: Any  # name -> (sum, count); with experts also `loss.LOAD`, whose sum is an array
+    sums: Any  # name -> (sum, count); with experts also those of `loss.expert_sums`
     maxima: Any  # name -> (largest, count)
 
 
@@ -322,7 +322,7 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
     split = shardings_of(trained_specs(model.architecture), role)
     sums = GradientSum(split, everywhere, everywhere, everywhere)
     zero = role.jit(
-        partial(_zero, _gradient_shapes(model.architecture), objective, load_shapes(model)),
+        partial(_zero, _gradient_shapes(model.architecture), objective, expert_shapes(model)),
         out_shardings=sums,
     )
     accumulate = role.with_options(UPDATE_OPTIONS).jit(
@@ -359,11 +359,12 @@ def _gradient_shapes(a: Architecture) -> Params:
     return _map_specs(shape_of, a)
 
 
-def _zero(shapes: Params, objective: Objective, loads: Mapping[str, Any]) -> GradientSum:
+def _zero(shapes: Params, objective: Objective, of_experts: Mapping[str, Any]) -> GradientSum:
     """Returns a `GradientSum` of zeros. `shapes` are those of the gradient; the objective decides
-    which metrics there are, and each has (0, 0). `loads` are the shapes of sums of the model."""
+    which metrics there are, and each has (0, 0). `of_experts` are the shapes of the experts'
+    sums."""
     sums, maxima = metric_shapes(objective)
-    sums |= loads
+    sums |= of_experts
     total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), sums, maxima)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
 

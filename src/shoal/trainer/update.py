@@ -24,11 +24,22 @@ from shoal.protocols import Scorer
 from shoal.records import Group, NoiseKey
 from shoal.runs.metrics import MetricSet
 from shoal.stop import StopSignal
-from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
-from shoal.trainer.loss import LOAD, make_objective
+from shoal.trainer.batch import (
+    MicroBatch,
+    Shape,
+    TokenValues,
+    pack,
+    row_shapes,
+    unpack,
+)
+from shoal.trainer.loss import LOAD, REROUTED, make_objective
 from shoal.trainer.scorers import ParameterScorer
 from shoal.trainer.step import Learner, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
+
+ROUTES_MEASURED_EVERY = 10
+"""Steps after which the effect of using the recorded experts again is measured once more, by
+scoring a micro-batch without them."""
 
 PATIENCE_SECONDS = 5.0
 """Seconds that a requested stop waits for the updates of a step after its first. The first update
@@ -106,7 +117,9 @@ class Updater:
     `reference` scores tokens for the KL term; None if there is no such term. `teacher` gives
     on-policy distillation: its log-prob minus the policy's, times `teacher_coef`, is added to each
     token's advantage. `max_tokens` is the length of the longest completion, `longest` that of the
-    longest prompt with the longest completion, `max_support` the K of `pack`.
+    longest prompt with the longest completion, `max_support` the K of `pack`. With
+    `replays_routes` the policy sends tokens to the experts that the sampler sent them to; other
+    models choose experts of their own.
     """
 
     learner: Learner
@@ -120,6 +133,7 @@ class Updater:
     max_tokens: int = 1
     longest: int = 0
     max_support: int = 0
+    replays_routes: bool = False
     stop: StopSignal = field(default_factory=StopSignal)
 
     def update(
@@ -143,6 +157,7 @@ class Updater:
         teacher_bonus = self._teacher_bonus(groups, precomputed, metrics)
         old_logprobs = precomputed.old_logprobs if self.learner.objective.use_old else None
         trained = 0
+        is_measured = step % ROUTES_MEASURED_EVERY == 0
         for epoch in range(self.algorithm.num_epochs):
             for members in self._minibatches(len(groups), step, epoch):
                 batches = self._pack(
@@ -153,6 +168,8 @@ class Updater:
                     ref_logprobs=precomputed.ref_logprobs,
                     teacher_bonus=teacher_bonus,
                 )
+                if self.replays_routes and state is first_state and is_measured:
+                    self._measure_own_routes(state, batches[-1], metrics)
                 # Before the first update a stop costs nothing: the state can still be saved.
                 patience_seconds = 0.0 if state is first_state else PATIENCE_SECONDS
                 state = self._update_once(
@@ -174,6 +191,16 @@ class Updater:
         metrics.add("time/update_seconds", seconds)
         metrics.add("throughput/train_tokens_per_second", trained, seconds)
         return state, result
+
+    def _measure_own_routes(self, state: TrainState, batch: MicroBatch, metrics: MetricSet) -> None:
+        """Adds the difference of trainer and sampler log-probs that a micro-batch would have if the
+        trainer chose the experts itself."""
+        arrays = batch.with_own_routes().arrays
+        logprobs = np.asarray(self.learner.score(state.parameters, arrays))
+        difference = np.abs(logprobs - arrays.sampler_logprobs)[arrays.loss_mask]
+        if difference.size:
+            name = "sampler_gap/logprob_mean_own_routes"
+            metrics.add(name, difference.sum(dtype=np.float64), difference.size)
 
     def shapes(self, groups: Sequence[Group]) -> tuple[Shape, ...]:
         """Returns the shapes of micro-batches for a step with these groups: the same in every step,
@@ -250,6 +277,7 @@ class Updater:
             ref_logprobs,
             teacher_bonus,
             self.max_support,
+            self._route_shape,
         )
 
     def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
@@ -281,12 +309,21 @@ class Updater:
             self.shapes(groups),
             self.temperature,
             max_support=self.max_support,
+            route_shape=self._route_shape,
         )
+        # The recorded experts are those of the policy: other models choose their own.
+        others = [batch.with_own_routes() for batch in batches]
         return PrecomputedLogprobs(
             old_logprobs=self._scores(policy, batches),
-            ref_logprobs=self._scores(self.reference, batches),
-            teacher=self._scores(self.teacher, batches),
+            ref_logprobs=self._scores(self.reference, others),
+            teacher=self._scores(self.teacher, others),
         )
+
+    @property
+    def _route_shape(self) -> tuple[int, int] | None:
+        """The (layers with experts, k) of a token's recorded experts; None if they are not used
+        again."""
+        return self.learner.model.architecture.route_shape if self.replays_routes else None
 
     def _kl_penalty(
         self,
@@ -401,6 +438,9 @@ class Updater:
         result.correction += [float(w), float(count), float(squares)]
         if LOAD in sums:
             _record_loads(result.metrics, *sums.pop(LOAD))
+            rerouted, num_given = sums.pop(REROUTED)
+            if num_given:
+                result.metrics.add("experts/rerouted", rerouted, num_given)
         # The sum alone: the count is no divisor of it.
         result.metrics.add("objective", sums.pop("objective")[0])
         _record_update(result.metrics, sums | maxima, applied)

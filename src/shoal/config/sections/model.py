@@ -91,6 +91,16 @@ class ModelSection:
     )
     """Type of frozen weights of products: 8 bits an element and a scale an output channel, from
     when they are read. In training with model.lora; in eval and generate for any model."""
+    router_replay: Literal["auto", "on", "off"] = key(
+        "auto",
+        stages=("sampling", "update"),
+        decided_from=("sampler.kind", "experts of the model"),
+    )
+    """Mixtures of experts: whether the policy, when it scores and learns, sends each token to the
+    experts that the sampler sent it to, which the groups' files then record (R3, arXiv:2510.11370).
+    Rounding makes a router choose other experts now and then, and log-probs of such tokens differ
+    much. auto is on for a model with experts, unless another engine samples, which returns no
+    routes. Reference and teacher choose their own."""
     attention: Literal["auto", "reference", "blocked", "pallas"] = key(
         "auto",
         stages=("sampling", "update", "evaluation"),

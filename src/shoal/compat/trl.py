@@ -564,7 +564,7 @@ FLAGS: list[Flag] = [
     ),
     *refused("environment.max_turns bounds the turns", "max_tool_calling_iterations"),
     *refused(
-        "mixtures of experts are not supported",
+        "no loss balances the experts",
         "router_aux_loss_coef",
         accepts=("0.0", "0", "0.001"),
     ),

@@ -466,8 +466,15 @@ FLAGS: list[Flag] = [
     *only("half a cosine", "0.5", names=_A + "optim.num_cycles"),
     *only("AdamW is the optimizer", "adamw", names=_A + "optim.optimizer"),
     *only("master weights are float32", "fp32", "float32", names=_A + "fsdp_config.model_dtype"),
-    *only("routes of experts are not replayed", "disabled", names=_A + "router_replay.mode"),
-    *refused("routes of experts are not replayed", _R + "enable_rollout_routing_replay"),
+    reads(
+        _A + "router_replay.mode",
+        "model.router_replay",
+        flags.one_of(
+            {"disabled": {"model.router_replay": "off"}, "R3": {"model.router_replay": "on"}}
+        ),
+        "R3 or disabled: the sampler's routes, not the trainer's own (R2)",
+    ),
+    *idle("the sampler returns its routes with R3", _R + "enable_rollout_routing_replay"),
     reads(
         _R + "quantization",
         "sampler.quantise",
@@ -730,7 +737,7 @@ FLAGS: list[Flag] = [
     *idle("every draw has its key from seed", _R + "seed", _R + "full_determinism"),
     *idle("devices of the sampler alone are mesh.sampler", _R + "nnodes", _R + "n_gpus_per_node"),
     *idle(
-        "text of dense models alone",
+        "text models alone",
         "data.audio_key",
         "data.mm_processor_kwargs",
         _R + "router_config_path",

@@ -810,7 +810,7 @@ class Engine:
         if step.live is not None:
             self._count_slots(on_host.count)
         for fed in step.fed:
-            fed.partial.experts.append(experts_in_row(fed.experts, fed.position, fed.count))
+            fed.partial.experts.append(experts_in_row(fed.experts, fed.position, fed.num_tokens))
         for owner in step.owners:
             if on_host.prompt_experts is not None:
                 _note_prompt_experts(owner, on_host.prompt_experts)

@@ -317,7 +317,7 @@ class FedTokens(NamedTuple):
 
     partial: PartialCompletion
     position: int  # the completion's position in the arrays of the feed
-    count: int
+    num_tokens: int
     experts: Sequence[jax.Array]  # of each layer with experts: unsigned[M, C, k], on the devices
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 
-
 from shoal.records import Completion, Group, ShoalError
 
 

@@ -62,6 +62,8 @@ class Stored:
         self.reads = np.zeros(shape[: len(declared.indices) + 1], int)
         self.shape, self.dtype = shape, self.values.dtype
 
+    by_columns = None
+
     def read(self, index: list[slice]) -> np.ndarray:
         self.reads[tuple(index)] += 1
         return self.values[tuple(index)].copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from tiny_models import save_tensors
 from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.model.families import architecture_of
 from shoal.model.linear import Adapted, quantise
-from shoal.model.parameters import Stacks, initialise
+from shoal.model.parameters import Stacks, initialise, param_specs
 from shoal.records import ShoalError
 from shoal.weights import huggingface, mxfp4
 from shoal.weights import layout as weight_layout
 from shoal.weights.source import resolve_model
-from shoal.weights.tensor_files import read_header
+from shoal.weights.tensor_files import StoredTensor, read_header
 
 
 def random_weight(
@@ -179,6 +180,37 @@ def test_experts_are_widened_on_all_devices(folder, monkeypatch, windows):
         assert np.array_equal(block.experts.up.kernel[0], both[..., 1::2])
         down = wide_experts(folder, layer, "down_proj")
         assert np.array_equal(block.experts.down.kernel[0], down)
+
+
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_each_byte_of_an_expert_is_read_once(folder, monkeypatch, axes):
+    """However many devices share its rows; those of gate and up, which alternate, once for each."""
+    monkeypatch.setattr(weight_layout, "SMALL_BYTES", 0)
+    counts = np.zeros((folder / "model.safetensors").stat().st_size, int)
+    read_rows = StoredTensor.read
+
+    def counting(self: StoredTensor, start: int, values: np.ndarray) -> None:
+        if values.size:
+            position = self.offset + start * values[0].nbytes
+            counts[position : position + values.nbytes] += 1
+        read_rows(self, start, values)
+
+    monkeypatch.setattr(StoredTensor, "read", counting)
+    a = architecture_of(folder)
+    tensors = huggingface.open_tensors(folder, a)
+    experts = param_specs(a).blocks.blocks[0].experts
+    # least and most often that a byte of the product's tensor has been read after each
+    times = ((experts.down, 1, 1), (experts.up, 0, 1), (experts.gate, 1, 2))
+    for product, least, most in times:
+        spec = product.kernel
+        (array,) = huggingface.read_tensors(tensors, [spec], roles(**axes).trainer, jnp.bfloat16)
+        assert array.shape == spec.shape
+        packed = tensors[spec.key].tensors[0]
+        assert isinstance(packed, mxfp4.Mxfp4Tensor)
+        for stored in (packed.blocks, packed.scales):
+            found = counts[stored.offset : stored.offset + math.prod(stored.shape)]
+            assert (found.min(), found.max()) == (least, most)
+    assert counts.max() == 2
 
 
 def bits(folder: Path) -> dict[str, bytes]:

@@ -85,8 +85,9 @@ def load(
     the array is read, and returns what takes its place. `specs` are used in place of `param_specs`;
     None for these.
 
-    Every byte is read once, by one of the processes. ShoalError names every tensor that is missing,
-    left over or misshapen, and a truncated file.
+    Every byte is read once, by one of the processes; twice where numbers of two parameters
+    alternate in the files (gate and up of gpt-oss' experts). ShoalError names every tensor that is
+    missing, left over or misshapen, and a truncated file.
     """
     # All headers are checked before the first read: a wrong file is refused in a second, not after
     # half of 100 GB.

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -76,6 +76,12 @@ class ParamLayout:
         entries = list(sharding.spec)
         entries.extend([None] * (num_dims - len(entries)))
         return cls(sharding.mesh, PartitionSpec(*entries), declared)
+
+    @property
+    def by_columns(self) -> ParamLayout:
+        """The layout of the same array, for files that have the columns of each tensor as rows."""
+        exchanged = replace(self.declared, transposed=not self.declared.transposed)
+        return replace(self, declared=exchanged)
 
     @property
     def sharding(self) -> NamedSharding:
@@ -251,6 +257,11 @@ def load_sharded(stored: StoredParameter, layout: ParamLayout, dtype: Any) -> ja
     """Reads a parameter from files, and returns the array on devices, in `layout` and of `dtype`.
     Each row is read by one process, and goes from there to the devices, so all processes must call
     it."""
+    columns = stored.by_columns
+    if columns is not None:
+        # A run of rows would be a part of each column, and a run's device would read all columns.
+        stored = columns
+        layout = layout.by_columns
     dtype = np.dtype(dtype)
     shape = layout.declared.shape
     if is_small(layout, stored.dtype.itemsize):

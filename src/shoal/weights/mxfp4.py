@@ -88,35 +88,37 @@ class Mxfp4Tensor(StoredTensor):
         rows, columns = self.shape
         return replace(self, shape=(rows, columns // 2), first_column=place, column_step=2)
 
+    @property
+    def by_columns(self) -> Mxfp4Columns:
+        """One expert's weight as files have it, one column after the other."""
+        rows, columns = self.shape
+        exchanged = (columns, rows)
+        return Mxfp4Columns(self.file, self.name, self.dtype, exchanged, self.offset, self)
+
     def read(self, start: int, values: np.ndarray) -> None:
         """Fills `values`, bfloat16[rows, out] of one expert's weight, with the rows from row
-        `start` on. All bytes of the expert are read, because files have one of its columns after
-        the other."""
-        num_rows = len(values)
-        if not num_rows:  # the run of a device that comes after the last row
-            return
-        blocks = np.empty(self.blocks.shape, np.uint8)
-        scales = np.empty(self.scales.shape, np.uint8)
-        self.blocks.read(0, blocks)
-        self.scales.read(0, scales)
-        used = slice(start // BLOCK, -(-(start + num_rows) // BLOCK))
-        columns = slice(self.first_column, None, self.column_step)
-        numbers = widened(blocks[columns, used], scales[columns, used])  # [out, in]
-        first = start - BLOCK * used.start
-        values[...] = numbers[:, first : first + num_rows].T
+        `start` on. All bytes of the expert are read: whoever wants a part reads `by_columns`."""
+        columns = self.by_columns
+        whole = np.empty(columns.shape, jnp.bfloat16)  # [out, in]
+        columns.read(0, whole)
+        values[...] = whole[:, start : start + len(values)].T
 
     def holds(self, tensor: OutputTensor, dtype: np.dtype) -> bool:
         """True if a tensor [E, in, out], written as `dtype`, would have exactly these values."""
         if tensor.shape != self.shape:
             return False
-        shape = self.shape[1:]
+        num_rows, num_columns = self.shape[1:]
+        whole = np.empty((num_rows, num_columns), jnp.bfloat16)  # of the expert last read
+        last_read = -1
         for first, values in tensor.runs(dtype):
             # A run has rows of one expert.
-            expert, row = divmod(first, shape[0])
-            expected = np.empty((len(values), shape[1]), jnp.bfloat16)
-            self.part(expert, shape).read(row, expected)
+            expert, row = divmod(first, num_rows)
+            if expert != last_read:
+                self.part(expert, whole.shape).read(0, whole)
+                last_read = expert
+            expected = whole[row : row + len(values)].astype(np.float32)
             found = values.reshape(expected.shape).astype(np.float32)
-            if not np.array_equal(found, expected.astype(np.float32)):
+            if not np.array_equal(found, expected):
                 return False
         return True
 
@@ -126,6 +128,32 @@ class Mxfp4Tensor(StoredTensor):
             + self.blocks.sample()
             + self.scales.sample()
         )
+
+
+@dataclass(frozen=True)
+class Mxfp4Columns(StoredTensor):
+    """The columns of one expert's weight as rows: [out, in]."""
+
+    weight: Mxfp4Tensor
+
+    def read(self, start: int, values: np.ndarray) -> None:
+        """Fills `values`, bfloat16[columns, in], with the weight's columns from number `start` on.
+        Columns that are left out in between are read, too."""
+        num_columns = len(values)
+        if not num_columns:  # the run of a device that comes after the last column
+            return
+        weight = self.weight
+        first_stored = weight.first_column + start * weight.column_step
+        num_stored = 1 + (num_columns - 1) * weight.column_step
+        blocks = np.empty((num_stored, *weight.blocks.shape[1:]), np.uint8)
+        scales = np.empty((num_stored, *weight.scales.shape[1:]), np.uint8)
+        weight.blocks.read(first_stored, blocks)
+        weight.scales.read(first_stored, scales)
+        step = weight.column_step
+        values[...] = widened(blocks[::step], scales[::step])
+
+    def sample(self) -> bytes:
+        return self.weight.sample()
 
 
 def with_widened(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

@@ -155,6 +155,12 @@ class StoredTensor:
                 f"({error.strerror}): check the disk, then repeat the command."
             ) from error
 
+    @property
+    def by_columns(self) -> StoredTensor | None:
+        """The matrix with rows and columns exchanged, if its file has one column after the other;
+        None if it has one row after the other."""
+        return None
+
     def part(self, number: int, shape: tuple[int, ...]) -> StoredTensor:
         """Returns part `number` of a tensor that consists of parts of this shape, one after the
         other."""
@@ -251,6 +257,18 @@ class StoredParameter:
         if len(types) > 1:
             return np.dtype(np.float32)  # float32 holds the values of each of them
         return types.pop()
+
+    @property
+    def by_columns(self) -> StoredParameter | None:
+        """The parameter with the last two dimensions exchanged, if the files have one column of
+        each tensor after the other; None if they have one row after the other."""
+        exchanged = []
+        for tensor in self.tensors:
+            columns = tensor.by_columns
+            if columns is None:
+                return None
+            exchanged.append(columns)
+        return StoredParameter(exchanged, self.index_shape)
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
         """Returns some rows of some tensors, in a new array of `dtype` with its dimensions in the

@@ -222,6 +222,7 @@ def test_gpt_oss_without_yarn_is_written_so(tmp_path):
     [
         ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0, which is not supported; expected 7.0"),
         ({"swiglu_alpha": 1.5}, "swiglu_alpha is 1.5"),
+        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0, which is not supported; expected 7.0"),
         ({"num_local_experts": None}, "num_local_experts is missing"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
@@ -255,6 +256,8 @@ BY_BLOCKS = {
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_act": ""}, "hidden_act is '', which is not supported; expected silu"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor is 0, which is not supported"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
             "quantised by quant_method gptq; expected fp8",
@@ -327,6 +330,34 @@ def test_what_shoal_does_not_compute_is_refused(tmp_path, changes, said):
     with pytest.raises(ShoalError) as error:
         architecture_of(config_folder(tmp_path, **changes))
     assert said in str(error.value) and str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_an_entry_that_is_null_is_as_if_it_were_absent(tmp_path, family):
+    """In all families, also where the family's default is another than that of most."""
+
+    def read(drop: tuple[str, ...] = (), **changes: Any) -> Architecture | str:
+        try:
+            return architecture_of(config_folder(tmp_path, family, drop, **changes))
+        except ShoalError as error:  # a default that does not fit the other sizes
+            return str(error)
+
+    family_defaults = families.FAMILIES[FAMILIES[family]["model_type"]].defaults
+    defaults = {**families.COMMON_DEFAULTS, **family_defaults}
+    for entry in sorted(defaults.keys() - set(families.NULLS)):
+        null: dict[str, Any] = {entry: None}
+        assert read(**null) == read((entry,)), entry
+
+
+def test_null_says_that_no_layer_has_a_window_and_each_head_its_keys(tmp_path):
+    windows = config_folder(tmp_path, "mistral", sliding_window=None, num_key_value_heads=None)
+    a = architecture_of(windows)
+    assert [layer.window for layer in a.kinds] == [0] and a.num_kv_heads == a.num_heads == 4
+
+
+def test_a_switch_that_is_off_is_accepted(tmp_path):
+    folder = config_folder(tmp_path, "gemma3", use_bidirectional_attention=False)
+    assert architecture_of(folder).post_norms
 
 
 def test_windows_of_each_family(tmp_path):

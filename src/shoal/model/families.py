@@ -25,6 +25,9 @@ from shoal.records import ShoalError
 MOST_LAYERS, MOST_HEADS, MOST_OF_A_SIZE = 10_000, 100_000, 2**31 - 1
 """Largest values that a config.json may have: a list of 10^9 layers would be made before the first
 of their weights is missed."""
+NULLS = ("sliding_window", "num_key_value_heads")
+"""Entries of which null says something: no layer has a window; as many key heads as query heads.
+Any other entry that is null is as if it were absent. transformers refuses most of these."""
 MOST_OF_A_NUMBER = 1e18
 """Larger numbers are infinity, or such that no position can be multiplied by them."""
 
@@ -70,10 +73,11 @@ class Entries:
             raise ShoalError(f"{self.title(key)} is {value!r:.60}; expected {words}.")
 
     def check_value(self, key: str, supported: Sequence[Any]) -> None:
-        """Raises ShoalError if an entry is present and not empty, 0 or false, but none of these
-        values."""
+        """Raises ShoalError if an entry is none of these values. Absent, null and false are
+        accepted too, because they ask for nothing; 0 and "" are values like others."""
         value = self.config.get(key)
-        if value and value not in supported:
+        is_asked_for = value is not None and value is not False
+        if is_asked_for and value not in supported:
             raise ShoalError(
                 f"{self.title(key)} is {value!r:.60}, which is not supported; "
                 f"expected {' or '.join(map(str, supported)) or 'none'}."
@@ -285,8 +289,8 @@ class Family:
     # The way back: architecture -> entries that are added to the common ones, or take their place.
     # It is given architectures of other families too; whatever it writes of these is not used.
     write: Callable[[Architecture], dict[str, Any]]
-    # Entry -> its value where it is absent, as the class in transformers has it. Common entries
-    # without one must be there.
+    # Entry -> its value where it is absent or null, as the class in transformers has it. Common
+    # entries without one must be there.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     # Common entry -> what the family's files call it.
     names: Mapping[str, str] = field(default_factory=dict)
@@ -808,7 +812,7 @@ COMPUTED: Mapping[str, Sequence[Any] | None] = {
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1,),
 }
-"""Entry of config.json -> the values that `forward` computes; absent, null or empty is accepted,
+"""Entry of config.json -> the values that `forward` computes; absent, null or false is accepted,
 too. Any other is an error, which is better than wrong logits."""
 
 ACTIVATIONS: Mapping[str, Any] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -848,7 +852,10 @@ def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
     """Returns the architecture that the content of a folder's config.json describes."""
     name, entries = _model_entries(folder, config)
     family = FAMILIES[name]
-    described = {**COMMON_DEFAULTS, **family.defaults, **entries.config}
+    described = {**COMMON_DEFAULTS, **family.defaults}
+    for entry, value in entries.config.items():
+        if value is not None or entry in NULLS:
+            described[entry] = value
     for common, own in family.names.items():
         described[common] = described.get(own)
     entries = Entries(folder, described, entries.inside)
@@ -914,7 +921,7 @@ def _common(entries: Entries, rope: Entries) -> Architecture:
         rotary_share=rotary.share,
         norm_eps=float(entries.number("rms_norm_eps")),
         tie_embeddings=entries.is_set("tie_word_embeddings"),
-        activation=ACTIVATIONS[entries.get("hidden_act", "silu")],
+        activation=ACTIVATIONS[entries.get("hidden_act")],
         max_positions=_max_positions(entries.config, rotary.scaling),
     )
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ import jaxlib._jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_models import CHATML, save_tensors, write_tokenizer
+from tiny_models import CHATML, save_tensors, write_model, write_tokenizer
 from tiny_runs import Workshop
 from tokenizers import AddedToken
 
@@ -47,18 +48,23 @@ from shoal.checks.reward import (
 from shoal.commands import doctor as doctor_module
 from shoal.commands.doctor import doctor
 from shoal.config.merge import compose
+from shoal.config.sections.devices import MeshSection
+from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
 from shoal.findings import Findings
 from shoal.job import memory as memory_module
 from shoal.job.out_of_memory import explain_out_of_memory
 from shoal.job.step_trial import ResidentPeak, array_bytes, children_bytes
 from shoal.job.task import load_task
+from shoal.mesh import make_roles
+from shoal.model.transformer import Model
 from shoal.records import Example, ShoalError
 from shoal.report.console import Console
 from shoal.rewards.loading import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.tasks.builtin_rewards import think_format_reward
 from shoal.trainer.prompts import TokenizedExample
+from shoal.weights.source import resolve_model
 
 REWARDS = """
 import re, time
@@ -131,6 +137,29 @@ def found(result: dict[str, Any], key: str, *parts: str) -> dict[str, Any]:
 
 
 # ---- a right configuration
+
+
+def test_the_doctor_says_how_many_parameters_a_token_has(tmp_path):
+    """Two of four experts, in two layers; without experts all."""
+    role = make_roles(MeshSection()).trainer
+
+    def text_of(folder: Path) -> str:
+        source = resolve_model(ModelSection(path=str(folder)))
+        model = Model(source.architecture, role)
+        job: Any = SimpleNamespace(findings=Findings(), model=model)
+        assert doctor_module.check_weights(job, source.load(role, np.float32))
+        [found] = job.findings.found
+        return found.text
+
+    with_experts = write_model(tmp_path / "experts", "qwen3_moe", moe_intermediate_size=1000)
+    found = re.fullmatch(
+        r"(.*)M parameters, of which a token has (.*)M, all finite", text_of(with_experts)
+    )
+    assert found
+    idle = 2 * 2 * 3 * 32 * 1000
+    assert float(found[1]) - float(found[2]) == pytest.approx(idle / 1e6, abs=0.1)
+    plain = text_of(write_model(tmp_path / "plain", "qwen3"))
+    assert plain == "0.0M parameters, all finite"
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from chat_models import write_chat_tokenizer
 from family_checkpoints import CHECKPOINTS, SUPPORTED
+from safetensors.numpy import load_file, save_file
 from small import roles
 from tiny_models import write_tokenizer
 from tiny_runs import Workshop, by_path, checkpoints, groups, metrics, same_bits, trainer
@@ -93,6 +94,48 @@ def test_an_adapter_is_trained_and_exported(workshop, tmp_path):
     out = tmp_path / "adapter"
     assert cli.main(["export", f"from={run}", f"to={out}"]) == 0
     assert (out / "adapter_model.safetensors").is_file()
+
+
+def write_within(folder: Path) -> None:
+    """Makes a text model's folder, Gemma 3's, one of a model for several kinds of input: with the
+    names of published files, and with a tensor of a tower."""
+    text = json.loads((folder / "config.json").read_text())
+    config = {**CHECKPOINTS["gemma3"].config, "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {"vision_tower.vision_model.post_layernorm.weight": np.ones(3, np.float32)}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensors[f"language_model.{name}"] = tensor
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_an_adapter_on_a_model_for_several_kinds_of_input_is_resumed_and_exported(tmp_path):
+    """With the names of its class; merged, the tower comes back."""
+    made = Workshop(tmp_path)
+    made.model = tmp_path / "own"
+    tokenizer = write_tokenizer(made.model)
+    write_model(made.model, "gemma3_text", tokenizer.get_vocab_size())
+    write_within(made.model)
+    run = made.train("adapter", "steps=1", "model.lora.rank=2")
+    assert cli.main(["train", f"resume={run}", "steps=2"]) == 0
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    assert cli.main(["export", f"from={run}", f"to={adapter}"]) == 0
+    for name in load_file(adapter / "adapter_model.safetensors"):
+        assert name.startswith("base_model.model.model.language_model.layers.")
+    assert cli.main(["export", f"from={run}", f"to={merged}", "merge=true"]) == 0
+    assert cli.main(["export", f"from={adapter}", f"to={tmp_path / 'again'}", "merge=true"]) == 0
+    base = load_file(made.model / "model.safetensors")
+    written, again = (load_file(one / "model.safetensors") for one in (merged, tmp_path / "again"))
+    assert written.keys() == again.keys() == base.keys()
+    changed = set()
+    for name, tensor in written.items():
+        np.testing.assert_array_equal(tensor, again[name])
+        if not np.array_equal(tensor, base[name]):
+            changed.add(name.rpartition(".layers.")[2].split(".")[-2])
+    assert changed == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
 
 
 @pytest.mark.slow

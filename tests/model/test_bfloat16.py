@@ -7,7 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import QWEN3, batches, learner, random_groups, random_parameters, relative, roles, whole
+from small import (
+    GEMMA,
+    HYBRID,
+    QWEN3,
+    SINKS,
+    batches,
+    learner,
+    random_groups,
+    random_parameters,
+    relative,
+    roles,
+    whole,
+)
 from small_engine import play, played_groups, request
 
 from shoal.model.compiler_habits import gated_product
@@ -56,6 +68,20 @@ def test_log_probs_of_sampler_and_trainer_agree():
     largest, mean = largest_gap(jnp.bfloat16)
     assert largest < 0.1 and mean < 0.01
     assert largest_gap(jnp.float32)[0] < 2e-5 < mean  # so the first was bfloat16 indeed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [QWEN3, HYBRID, GEMMA, SINKS])
+def test_the_trainer_scores_as_a_model_with_its_rounded_weights(architecture):
+    """Weights that no product has, such as norms and sinks, were read as the float32 masters by the
+    trainer and rounded by the sampler and the reference."""
+    masters = random_parameters(architecture, scale=5.0)
+    model = Model(architecture, roles().trainer, jnp.bfloat16)
+    (batch,) = batches(random_groups(architecture, 3, 4, 20, 20))
+    score = jax.jit(lambda parameters: batch_logprobs(model, parameters, batch, 2**25)[0])
+    of_masters = np.asarray(score(masters))
+    of_published = np.asarray(score(publish_to(model, masters)))
+    assert np.array_equal(of_masters, of_published)
 
 
 @pytest.mark.slow

@@ -262,6 +262,29 @@ def _of_experts(
     return of_rows(w.kernels, h, experts, weights), experts, rerouted
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def rounded(weight: jax.Array, dtype: Any) -> jax.Array:
+    """Returns a weight that is no product's, in its own type, with the values that it has in the
+    type of the computation. Sampler and reference hold it in that type, so that all compute the
+    same. The gradient is the weight's own, not rounded."""
+    if weight.dtype == dtype:
+        return weight
+    kind = jnp.finfo(dtype)
+    # Not by two casts, which XLA may leave out (`xla_allow_excess_precision`).
+    return jax.lax.reduce_precision(weight, kind.nexp, kind.nmant)
+
+
+def _rounded_forward(weight: jax.Array, dtype: Any) -> tuple[jax.Array, None]:
+    return rounded(weight, dtype), None
+
+
+def _rounded_backward(dtype: Any, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (gradient,)
+
+
+rounded.defvjp(_rounded_forward, _rounded_backward)
+
+
 def cast_weight(
     model: Model, weight: jax.Array, axes: tuple[str | None, ...], trained: bool = True
 ) -> jax.Array | Cast:

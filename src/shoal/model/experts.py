@@ -69,8 +69,8 @@ def route(
     numbers: Any = experts
     if numbers is None:
         _, numbers = jax.lax.top_k(jax.lax.stop_gradient(logits), k)
-    # Kept for the backward pass: choosing is slower than reading.
-    numbers = checkpoint_name(numbers.astype(jnp.int32), "product")
+    # Kept for the backward pass, which might choose others.
+    numbers = checkpoint_name(numbers.astype(jnp.int32), "experts")
     chosen = _of_experts(logits, numbers)
     if normalise:
         weights = jax.nn.softmax(chosen, axis=-1)

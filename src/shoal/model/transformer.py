@@ -25,6 +25,7 @@ from shoal.model.block import (
     Mixing,
     block,
     cast_weight,
+    rounded,
 )
 from shoal.model.compiler_habits import computed_once
 from shoal.model.layers import by_layer, ffn_chunks, in_order, stacked_blocks, unstacked
@@ -111,19 +112,22 @@ def _all_kept(layer: Callable) -> Callable:
 
 _KEPT = jax.checkpoint_policies
 _DOTS = _KEPT.save_from_both_policies(
-    _KEPT.dots_with_no_batch_dims_saveable, _KEPT.save_only_these_names("kernel", "product")
+    _KEPT.dots_with_no_batch_dims_saveable,
+    _KEPT.save_only_these_names("kernel", "product", "experts"),
 )
 
 
 REMAT: dict[str, Callable[[Callable], Callable]] = {
     "none": _all_kept,
     "dots": partial(jax.checkpoint, policy=_DOTS),
-    "attention": partial(jax.checkpoint, policy=_KEPT.save_only_these_names("attention", "kernel")),
-    "full": jax.checkpoint,
+    "attention": partial(
+        jax.checkpoint, policy=_KEPT.save_only_these_names("attention", "kernel", "experts")
+    ),
+    "full": partial(jax.checkpoint, policy=_KEPT.save_only_these_names("experts")),
     "offload": partial(
         jax.checkpoint,
         policy=_KEPT.save_and_offload_only_these_names(
-            names_which_can_be_saved=[],
+            names_which_can_be_saved=["experts"],
             names_which_can_be_offloaded=["input", "attention", "kernel"],
             offload_src="device",
             offload_dst=PINNED_HOST,
@@ -136,8 +140,9 @@ feed-forward part; what is kept, the block's input too, is in the host's memory.
 
 Names of kept results: `kernel` are output and log-sum-exp of an attention with its own backward
 pass; `attention` are the inputs of attention, and x after it; `product` is the product of a kernel
-with an adapter. On CPU `dots` is fastest: `none` writes and reads four times the memory
-(docs/LOG.md).
+with an adapter; `experts` are the numbers of each token's experts, which all keep: chosen again,
+they could be others, because the logits may be rounded otherwise. On CPU `dots` is fastest: `none`
+writes and reads four times the memory (docs/LOG.md).
 """
 
 
@@ -166,7 +171,7 @@ def forward(
         rope = computed_once(rope)
     compute = partial(block, model, rope=rope, mixing=mixing)
     x, aux = through_layers(model, parameters.blocks, x, compute, caches, inputs=inputs)
-    return layer_norm(model, x, parameters.final_norm), aux
+    return layer_norm(model, x, rounded(parameters.final_norm, model.dtype)), aux
 
 
 ComputeLayer = Callable[..., tuple[jax.Array, LayerAux]]
@@ -249,9 +254,9 @@ def _pattern_step(
 
     def cast(weight: jax.Array, spec: Any) -> Any:
         """Returns a product's kernel in the form that a layer reads (`cast_weight`); any other
-        weight as it is."""
+        weight `rounded`."""
         if not spec.is_product:
-            return weight
+            return rounded(weight, model.dtype)
         axes = spec.axes_on(model.role)[1:]  # without the layers'
         # A matrix with a type of its own is quantised: it is read in the bytes that are stored.
         return cast_weight(model, weight, axes, spec.trained and not spec.dtype)
@@ -338,5 +343,5 @@ def layer_embeddings(
     of_tokens = by_layer(embed(model, w.tokens, tokens) * scale)
     projection = cast_weight(model, w.projection, ("embed", None), a.adapter is None)
     of_stream = by_layer(scaled(linear(projection, x), a.hidden_size**-0.5))
-    of_stream = layer_norm(model, of_stream, w.norm)
+    of_stream = layer_norm(model, of_stream, rounded(w.norm, model.dtype))
     return jnp.moveaxis(scaled(of_stream + of_tokens, 2**-0.5), 2, 0)

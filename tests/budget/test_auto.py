@@ -103,7 +103,7 @@ def test_of_several_processes_a_replica_has_no_more_devices_than_each(monkeypatc
 def test_a_reference_on_devices_that_do_not_divide_the_model_has_copies():
     a = model_named("qwen2.5-7b").architecture
     made = run_roles(config(0.1, trainer="2", sampler="6", fsdp=2), a, jax.devices())
-    assert made.reference.mesh.devices.shape == (3, 2, 1, 1)
+    assert made.reference.mesh.devices.shape == (3, 2, 1, 1, 1)
     kernel = shardings(a, made.reference).embed_tokens
     assert kernel.shard_shape((a.vocab_size, a.hidden_size)) == (a.vocab_size, a.hidden_size // 2)
 

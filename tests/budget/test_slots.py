@@ -25,6 +25,7 @@ from shoal.budget.memory import (
     active_parameter_count,
     bytes_per_device,
     cache_bytes,
+    param_shapes,
     parameter_count,
     sampler_items,
     update_bytes,
@@ -50,7 +51,7 @@ from shoal.mesh import Role, make_roles
 from shoal.model.architecture import Adapter, Architecture, DeltaNet, Experts, Layer
 from shoal.model.layers import published_specs
 from shoal.model.mixing import row_mixing
-from shoal.model.parameters import initialise
+from shoal.model.parameters import initialise, param_specs
 from shoal.model.published import model_named
 from shoal.model.transformer import Model, forward
 from shoal.records import Purpose, ShoalError
@@ -312,6 +313,27 @@ def test_the_memory_of_a_delta_net_is_that_of_the_compiled_update():
     estimated = update_bytes(a, model.role, jnp.float32, 1024)
     estimated -= update_bytes(a, model.role, jnp.float32, 512)
     assert 0.6 * estimated < grown < 1.1 * estimated
+
+
+def test_devices_that_share_experts_hold_and_compute_their_part():
+    """They gather no experts but all tokens, and keep nothing of the products of experts."""
+    wide, inner, tokens, itemsize = 32, 10, 100, 4
+    moe = replace(QWEN3, layers=(Layer(feed_forward="experts"),), experts=Experts(6, 2, inner))
+    gathering, sharing = roles(fsdp=2).trainer, roles(expert=2).trainer
+    held = [
+        bytes_per_device(param_shapes(param_specs(moe), role, jnp.float32))
+        for role in (gathering, sharing)
+    ]
+    assert held[0] == held[1]
+    others = (6 // 2) * 3 * wide * inner * (2 * itemsize + 4)
+    rows = 2 * (4 * wide + 6 * inner) * itemsize * tokens  # of two experts
+    more_rows = 2 * (rows + 4 * wide * itemsize * tokens) - rows
+    less = update_bytes(moe, gathering, jnp.float32, tokens)
+    less -= update_bytes(moe, sharing, jnp.float32, tokens)
+    assert less == others - more_rows
+    kept = activation_bytes(moe, tokens, jnp.float32, "dots")
+    kept -= activation_bytes(moe, tokens, jnp.float32, "dots", sharing.expert)
+    assert kept == 4 * 2 * 2 * inner * itemsize * tokens
 
 
 def test_the_parameters_of_a_token_are_those_of_its_experts():

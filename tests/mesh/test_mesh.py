@@ -36,7 +36,14 @@ from shoal.job.job import Job
 from shoal.mesh import Roles, devices, make_mesh, make_roles
 from shoal.mesh.accelerators import ACCELERATORS
 from shoal.mesh.devices import as_mesh
-from shoal.model.architecture import Adapter, Architecture, DeltaNet, Layer
+from shoal.model.architecture import (
+    EXPERT_PRODUCTS,
+    Adapter,
+    Architecture,
+    DeltaNet,
+    Experts,
+    Layer,
+)
 from shoal.model.layers import ffn_chunks
 from shoal.model.parameters import Parameters, param_specs, shardings
 from shoal.model.transformer import Model
@@ -60,7 +67,7 @@ MESHES = {
     "fsdp2-tensor2-context2": (1, 2, 2, 2),
     "data2-context4": (2, 1, 1, 4),
 }
-EMBED = ("fsdp", "context")
+EMBED = ("fsdp", "expert", "context")
 FEW_HEADS = (1, 2, 4)  # the model has 2 key/value heads
 SHAPE = Shape(rows=16, length=48)  # more rows than 12 groups fill
 
@@ -163,7 +170,7 @@ def test_one_update_is_that_of_one_device(alone, spread):
     for (value, count), (other, same) in zip(
         spread.sums.values(), alone.sums.values(), strict=True
     ):
-        assert np.isclose(value, other, rtol=1e-4, atol=1e-4) and count == same
+        assert np.isclose(value, other, rtol=1e-4, atol=1e-4).all() and count == same
     for ours, theirs in zip(
         jax.tree.leaves(spread.gradient), jax.tree.leaves(alone.gradient), strict=True
     ):
@@ -187,6 +194,71 @@ def test_sinks_and_windows_are_split_too(mesh, a):
     if a.sinks:
         assert share(spread.state.trainable.blocks.blocks[0].sinks) == 1 / mesh[2]
     test_one_update_is_that_of_one_device(update(roles(), a=a), spread)
+
+
+MOE = replace(
+    SMALL,
+    num_layers=3,
+    layers=(Layer(feed_forward="experts"), Layer(), Layer(feed_forward="experts")),
+    experts=Experts(4, 2, intermediate_size=24, shared_size=16),
+)
+MOE_ADAPTER = replace(MOE, adapter=Adapter(4, 8.0, ("q_proj", *EXPERT_PRODUCTS)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("a", "axes"),
+    [
+        (MOE, {"fsdp": 2, "tensor": 2, "expert": 2}),
+        (MOE, {"data": 2, "expert": 4}),
+        (MOE, {"expert": 2, "context": 2, "tensor": 2}),
+        (MOE_ADAPTER, {"fsdp": 2, "tensor": 2, "expert": 2}),
+        (replace(MOE, experts=replace(MOE.experts, bias=True)), {"fsdp": 4, "tensor": 2}),
+    ],
+    ids=lambda value: " ".join(f"{k}={v}" for k, v in value.items()) if type(value) is dict else "",
+)
+def test_experts_on_several_devices_are_updated_as_on_one(a, axes):
+    where = roles(**axes)
+    spread = update(where, a=a)
+    down = spread.state.parameters.blocks.blocks[0].experts.down
+    kernel = down if isinstance(down, jax.Array) else down.kernel
+    assert kernel.sharding.spec[:2] == (None, "expert")
+    shard = kernel.addressable_shards[0].data
+    assert shard.shape[1] == 4 // axes.get("expert", 1)
+    assert share(kernel) == 1 / (8 // axes.get("data", 1))
+    test_one_update_is_that_of_one_device(update(roles(), a=a), spread)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"fsdp": 4, "expert": 2, "sampler_tensor": 2},
+        {"trainer": "4", "sampler": "4", "expert": 4, "sampler_tensor": 4},
+    ],
+    ids=lambda section: " ".join(f"{key}={value}" for key, value in section.items()),
+)
+def test_the_experts_of_a_replica_are_split_over_its_devices(section):
+    """By their number; tokens and log-probs are those of one device, and so are the weights that
+    the trainer publishes."""
+    a = replace(MOE, num_heads=8)
+    expected = sampled(engine_of_long_rows(MeshSection(), MOE), (65, 1))
+    where = make_roles(MeshSection(**section))
+    engine = engine_of_long_rows(MeshSection(**section), MOE)
+    split = jax.device_put(weights(a=a), shardings(a, where.trainer))
+    published = publish_to(engine.model, split)
+    down = published.blocks.blocks[0].experts.down
+    assert down.sharding.spec == PartitionSpec(None, "tensor", None, None)
+    for ours, theirs in zip(jax.tree.leaves(published), jax.tree.leaves(split), strict=True):
+        assert (np.asarray(ours) == np.asarray(theirs)).all()
+    engine.load(1, published)
+    ours = sampled(engine, (65, 1))
+    for key, one in expected.items():
+        assert one.token_ids.tolist() == ours[key].token_ids.tolist()
+        assert np.abs(one.logprobs - ours[key].logprobs).max() < 2e-5
+    for key, one in sampled(engine, (65,)).items():
+        # without companions
+        assert one.logprobs.tobytes() == ours[key].logprobs.tobytes()
 
 
 def test_parameters_and_moments_are_split(spread):
@@ -419,7 +491,13 @@ def test_sinks_and_windows_on_several_devices_give_the_tokens_of_one(tensor, pie
 @pytest.mark.slow
 def test_a_reference_on_other_devices_scores_split_rows_too(alone):
     where = make_roles(MeshSection(trainer="4", sampler="4", data=2, context=2))
-    assert where.reference.mesh.shape == {"data": 1, "fsdp": 2, "context": 2, "tensor": 1}
+    assert where.reference.mesh.shape == {
+        "data": 1,
+        "fsdp": 2,
+        "expert": 1,
+        "context": 2,
+        "tensor": 1,
+    }
     model = Model(SMALL, where.reference)
     one = ModelScorer(model, jax.device_put(weights(), shardings(SMALL, model.role)))
     (batch,) = batches(random_groups(SMALL, 12, 3, 16, 16), SHAPE)
@@ -626,9 +704,11 @@ def test_axes_and_all_that_remain():
     def shape(*section: int) -> dict[str, int]:
         return dict(make_mesh(MeshSection(*section), jax.devices()).shape)
 
-    assert shape(1, -1, 1) == {"data": 1, "fsdp": 8, "context": 1, "tensor": 1}
-    assert shape(1, -1, 2, 2) == {"data": 1, "fsdp": 2, "context": 2, "tensor": 2}
-    assert shape(2, 2, 2) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
+    names = ("data", "fsdp", "expert", "context", "tensor")
+    assert shape(1, -1, 1) == dict(zip(names, (1, 8, 1, 1, 1), strict=True))
+    assert shape(1, -1, 2, 2) == dict(zip(names, (1, 2, 1, 2, 2), strict=True))
+    assert shape(1, -1, 2, 1, 2) == dict(zip(names, (1, 2, 2, 1, 2), strict=True))
+    assert shape(2, 2, 2) == dict(zip(names, (2, 2, 1, 1, 2), strict=True))
     assert shape(1, 2, 1)["fsdp"] == 2  # the first two of the eight
 
 
@@ -711,6 +791,16 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
             {"layers": (DELTA_NET, Layer()), "delta_net": DeltaNet(2, 4, 8, 8)},
             "mesh.context=2: a row cannot be split over devices in a model with linear attention",
         ),
+        (
+            (1, 1, 1, 1, 4),
+            {"layers": (Layer(feed_forward="experts"),), "experts": Experts(6, 2, 24)},
+            "mesh.expert=4 does not divide the model's num_experts=6; use 1 or 2",
+        ),
+        (
+            (1, 2, 1, 1, 4),
+            {"hidden_size": 36},
+            "mesh.fsdp=2 x mesh.expert=4 does not divide the model's hidden_size=36; use 1, 2 or 4",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_the_model_are_refused(mesh, changes, message):
@@ -739,7 +829,8 @@ def test_roles_name_dimensions():
         r.trainer.spec(axes, (4, 33, 16))
     assert r.trainer.row_shards == 4 and r.reference.rules == r.trainer.rules
     placed = r.trainer.put_rows({"x": np.arange(24.0, dtype=np.float32).reshape(8, 3)})["x"]
-    assert placed.sharding.spec == PartitionSpec(("data", "fsdp"), None) and share(placed) == 1 / 4
+    assert placed.sharding.spec == PartitionSpec(("data", "fsdp", "expert"), None)
+    assert share(placed) == 1 / 4
     assert (np.asarray(placed) == np.arange(24).reshape(8, 3)).all()
 
 

@@ -227,7 +227,7 @@ def test_a_replica_lies_within_a_host(devices, tensor):
     assert set(made.sampler.mesh.devices.flat) == set(devices)
     count = (1, len(devices), 1)
     torus = mesh_utils.create_device_mesh(count, devices, allow_split_physical_axes=True)
-    assert (made.trainer.mesh.devices == torus[..., None]).all()
+    assert (made.trainer.mesh.devices == torus[..., None, None]).all()
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_slices_may_give_some_of_their_devices():
     assert [{device.process_index for device in copy.flat} for copy in made] == [{0}, {1}]
     # Of a list of devices as many of each slice as the smallest gives.
     made = make_mesh(MeshSection(fsdp=-1, dcn_data=2), pod[:24]).devices
-    assert made.shape == (2, 8, 1, 1) and [
+    assert made.shape == (2, 8, 1, 1, 1) and [
         {device.slice_index for device in copy.flat} for copy in made
     ] == [{0}, {1}]
 
@@ -301,7 +301,7 @@ def test_a_sampler_of_its_own_may_span_slices():
     made = make_roles(
         MeshSection(trainer="8", sampler="24", fsdp=8, sampler_tensor=4), tpu("v6e", 4, 4, slices=2)
     )
-    for mesh, shape in ((made.sampler.mesh, (6, 4)), (made.reference.mesh, (3, 8, 1, 1))):
+    for mesh, shape in ((made.sampler.mesh, (6, 4)), (made.reference.mesh, (3, 8, 1, 1, 1))):
         assert mesh.devices.shape == shape
         for copy in mesh.devices:
             assert len({device.slice_index for device in copy.flat}) == 1
@@ -318,10 +318,12 @@ def test_a_reference_has_copies_where_its_devices_do_not_divide_the_model():
         2,
         1,
         1,
+        1,
     )
     assert make_roles(section, jax.devices(), hidden_size=3072).reference.mesh.devices.shape == (
         1,
         6,
+        1,
         1,
         1,
     )
@@ -332,12 +334,18 @@ def test_slices_are_outermost_on_their_axis():
     `data` of both."""
     mesh = make_mesh(MeshSection(data=2, fsdp=2, dcn_data=2), jax.devices())
     numbers = []
-    for row in mesh.devices[..., 0, 0]:
+    for row in mesh.devices[..., 0, 0, 0]:
         numbers.append([device.id for device in row])
-    assert dict(mesh.shape) == {"data": 4, "fsdp": 2, "context": 1, "tensor": 1}
+    assert dict(mesh.shape) == {
+        "data": 4,
+        "fsdp": 2,
+        "expert": 1,
+        "context": 1,
+        "tensor": 1,
+    }
     assert numbers == [[0, 1], [2, 3], [4, 5], [6, 7]]
     mesh = make_mesh(MeshSection(data=2, fsdp=2, dcn_fsdp=2), jax.devices())
-    assert [[device.id for device in row] for row in mesh.devices[..., 0, 0]] == [
+    assert [[device.id for device in row] for row in mesh.devices[..., 0, 0, 0]] == [
         [0, 1, 4, 5],
         [2, 3, 6, 7],
     ]

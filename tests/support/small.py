@@ -83,8 +83,10 @@ GEMMA = replace(
 ON_POLICY = make_objective(AlgorithmSection())
 
 
-def roles(data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1) -> Roles:
-    return make_roles(MeshSection(data, fsdp, tensor, context))
+def roles(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, context: int = 1, expert: int = 1
+) -> Roles:
+    return make_roles(MeshSection(data, fsdp, tensor, context, expert))
 
 
 def num_compiled(program: Program) -> int:

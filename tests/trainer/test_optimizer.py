@@ -191,5 +191,5 @@ def test_moments_lie_where_their_parameters_do_and_counters_everywhere():
     for moment in (adam.mu, adam.nu):
         assert jax.tree.leaves(moment) == jax.tree.leaves(split)
     assert split.blocks.gate == NamedSharding(
-        role.mesh, PartitionSpec(None, ("fsdp", "context"), "tensor")
+        role.mesh, PartitionSpec(None, ("fsdp", "expert", "context"), "tensor")
     )

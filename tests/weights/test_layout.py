@@ -43,6 +43,9 @@ PARAMETERS = {
     "experts on devices of their own": ParamSpec(
         (3, 4, 8, 24), ("layers", "mlp", "embed", None), indices=EXPERT, transposed=True
     ),
+    "experts by number": ParamSpec(
+        (3, 4, 8, 24), ("layers", "experts", "embed", "mlp"), indices=EXPERT, transposed=True
+    ),
     "norms of experts": ParamSpec((3, 4, 8), ("layers", "mlp", "embed"), indices=EXPERT),
     "experts in one tensor a layer": ParamSpec(
         (3, 5, 8, 24), EXPERTS, indices=LAYER, transposed=True
@@ -122,6 +125,15 @@ def test_other_meshes_and_windows(monkeypatch, mesh, window, name):
     monkeypatch.setattr(weight_layout, "SMALL_BYTES", 0)
     monkeypatch.setattr(weight_layout, "WINDOW_BYTES", window)
     assert (check(name, mesh, np.float32, np.dtype(jnp.bfloat16)) == 1).all()
+
+
+@pytest.mark.parametrize(
+    "mesh", [MeshSection(fsdp=2, tensor=2, expert=2), MeshSection(2, expert=4)]
+)
+def test_experts_on_devices_of_their_own(monkeypatch, mesh):
+    monkeypatch.setattr(weight_layout, "SMALL_BYTES", 0)
+    monkeypatch.setattr(weight_layout, "WINDOW_BYTES", 700)
+    assert (check("experts by number", mesh, np.float32, np.dtype(jnp.bfloat16)) == 1).all()
 
 
 @pytest.mark.parametrize("small_bytes", [0, 1 << 20], ids=["in windows", "on the host"])

@@ -491,7 +491,8 @@ def _idle_devices(budget: Budget) -> list[Change]:
         return []
     fsdp = -1
     if mesh.fsdp >= 0:
-        others = mesh.data * mesh.dcn_data * mesh.dcn_fsdp * mesh.tensor * mesh.context
+        others = mesh.data * mesh.dcn_data * mesh.dcn_fsdp
+        others *= mesh.tensor * mesh.context * mesh.expert
         fsdp = budget.num_devices // others
     values: dict[str, Any] = {"mesh.fsdp": fsdp}
     if mesh.trainer:

@@ -86,6 +86,12 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     for model in scored:
         hidden_size = math.gcd(hidden_size, model.hidden_size)
     roles = make_roles(config.mesh, devices, hidden_size)
+    if config.mesh.expert > 1 and not a.experts:
+        raise ShoalError(
+            f"mesh.expert={config.mesh.expert}: this model has no experts; use mesh.expert=1, and "
+            "mesh.fsdp for devices that share its parameters",
+            "mesh.expert",
+        )
     check_mesh(a, roles.trainer)
     for model in scored:
         check_mesh(model, roles.reference)
@@ -114,6 +120,8 @@ def replica_size(config: Config, a: Architecture, roles: Roles, available: float
         # frozen weights are held once, whatever the versions
         needed += size * versions if spec.trained else size
     possible = tensor_sizes(a, roles.sampler.local.mesh.size)
+    if config.mesh.expert > 1 and a.experts:  # a replica's devices share the experts
+        possible = [size for size in possible if a.experts.num_experts % size == 0]
     tensor = roles.sampler.tensor
     # Doubled, because heads, feed-forward sizes and networks are multiples of powers of two.
     while needed / tensor > free and 2 * tensor in possible:
@@ -134,7 +142,8 @@ def with_update(
     """Returns the budget of a job's weights with the estimated memory of an update added, whose
     micro-batches have `tokens` tokens on each device. `remat`: a value of `model.remat`, except
     `auto` and `none`."""
-    activations = update_bytes(a, role, dtype, tokens) + activation_bytes(a, tokens, dtype, remat)
+    activations = update_bytes(a, role, dtype, tokens)
+    activations += activation_bytes(a, tokens, dtype, remat, role.expert)
     update = {"accumulate": StepProgram("trainer")}
     return replace(weights, programs=update, activations=activations).estimated()
 
@@ -255,7 +264,7 @@ def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
     dtype = compute_dtype(config.model.dtype, role.platform)
     known = accelerator_of(role.mesh.devices.flat[0].device_kind)
     if known is None:
-        if activation_bytes(a, tokens, dtype, "dots") <= UNKNOWN_ROOM:
+        if activation_bytes(a, tokens, dtype, "dots", role.expert) <= UNKNOWN_ROOM:
             return "dots"
         return "full"
     if known.is_tpu and a.hidden_size * known.hbm / known.peaks["bfloat16"] < LEAST_READS:

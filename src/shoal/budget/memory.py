@@ -294,18 +294,23 @@ def cache_bytes(model: Model, prompt: int, own: int) -> CacheBytes:
     return CacheBytes(row, slot, page)
 
 
-def activation_bytes(a: Architecture, tokens: float, dtype: Any, remat: str = "dots") -> int:
+def activation_bytes(
+    a: Architecture, tokens: float, dtype: Any, remat: str = "dots", expert: int = 1
+) -> int:
     """Returns the bytes of activations that all layers save for the backward pass of `tokens`
     tokens, without the layers' inputs (`input_bytes`). They are counted at the model's whole width;
     for one of several devices that split it, callers divide `tokens`. `remat`: a value of
     `model.remat`, except `auto` and `none`. With `offload` these bytes are in the host's memory;
-    they are counted too."""
+    they are counted too. `expert`: the devices that experts are split over by their number; above 1
+    nothing of experts is saved (`experts_of_rows`)."""
     elements_of_a_token = 0
     if remat == "dots":
         # The outputs of all products of a layer, and its mixer's output, which is counted as wide
         # as the hidden states.
         elements_of_a_token = a.num_layers * a.hidden_size
         for kernel in kernel_specs(a):  # [layers, ..., in, out]: `out` values of a token
+            if kernel.num_experts > 1 and expert > 1:
+                continue
             # What experts add to the stream is summed by token, and not kept for each expert.
             if kernel.num_experts == 1 or kernel.axes[-1] != "embed":
                 elements_of_a_token += active_size(a, kernel) // kernel.shape[-2]
@@ -353,12 +358,12 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     return total
 
 
-DELTA_NET_ARRAYS = {"cpu": 44, "gpu": 22, "tpu": 22}
+DELTA_NET_ARRAYS = {"cpu": 44, "gpu": 22, "tpu": 28}
 """So many float32 arrays as wide as a delta net's values are on a device while its layer is
 computed backward, with the MLP beside it, by platform. By the compilers' account of Qwen3.5's 4B
 (heads of 128) with `model.remat=full`: on an H200, in bfloat16, 16 if layers of one kind are
-scanned and 22 if a pattern of three with attention is; of the delta net alone 8. On CPU, in
-float32, 43, of the delta net alone 32. That of TPUs is assumed."""
+scanned and 22 if a pattern of three with attention is; of the delta net alone 8, on a v6e 22, to
+which the MLP's arrays in bfloat16 are added. On CPU, in float32, 43, of the delta net alone 32."""
 
 
 def _passing_bytes(a: Architecture, role: Role, itemsize: int) -> float:
@@ -374,7 +379,12 @@ def _passing_bytes(a: Architecture, role: Role, itemsize: int) -> float:
             # Tokens by expert and what the experts return, and their gradients; gate, up and what
             # is between them and down, and their gradients.
             width = 4 * a.hidden_size + 6 * a.experts.intermediate_size / role.tensor
-            of_layer += a.experts.experts_per_token * width * itemsize
+            of_token = a.experts.experts_per_token * width * itemsize
+            if role.expert > 1:
+                # Tokens of all devices and their results, with gradients. There are rows for all
+                # of their pairs, which might all be of experts here.
+                of_token = role.expert * (of_token + 4 * a.hidden_size * itemsize)
+            of_layer += of_token
         if layer.mixer == "delta_net":
             assert a.delta_net is not None, "a pattern with delta nets has their sizes"
             num_arrays = DELTA_NET_ARRAYS[role.platform]
@@ -385,12 +395,14 @@ def _passing_bytes(a: Architecture, role: Role, itemsize: int) -> float:
 
 def _layer_bytes(stack: Block, role: Role, itemsize: int) -> int:
     """Returns the bytes on a device of one layer of a stack, given by its specs, gathered whole
-    but for `tensor`: twice in the computation's type, of `itemsize` bytes, and the gradient of its
-    trained part in float32."""
+    but for `tensor` and for experts of other devices: twice in the computation's type, of
+    `itemsize` bytes, and the gradient of its trained part in float32."""
     num_elements = 0
     num_trained = 0
     for spec in jax.tree.leaves(stack):
         size = math.prod(spec.shape[1:])
+        if "experts" in spec.axes:
+            size //= role.expert
         num_elements += size
         num_trained += spec.trained * size
     return num_elements // role.tensor * 2 * itemsize + num_trained // role.tensor * 4

@@ -299,6 +299,13 @@ FLAGS: list[Flag] = [
         "-1 (auto) is 1: rows stay whole",
         is_quiet=False,
     ),
+    reads(
+        "ici_expert_parallelism",
+        "mesh.expert",
+        parallelism("mesh.expert"),
+        "-1 (auto) is 1: each expert is split by fsdp",
+        is_quiet=False,
+    ),
     *[
         reads(
             f"dcn_{axis}_parallelism",
@@ -496,7 +503,7 @@ FLAGS: list[Flag] = [
     ),
     *refused("resume=FOLDER resumes a run", "load_full_state_path"),
     *refused(
-        "only data, fsdp, tensor and context axes, as keys of mesh",
+        "only data, fsdp, tensor, context and expert axes, as keys of mesh",
         "dcn_*_parallelism",
         "ici_*_parallelism",
         "rollout_expert_parallelism",

@@ -117,7 +117,7 @@ def maxtext_pathways(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Senten
     return {"mesh.pathways": text}, sentence
 
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 """Axes of the trainer's mesh. `shoal.mesh` has them too, but imports JAX."""
 
 

@@ -196,7 +196,8 @@ def step_text(config: Config) -> str:
     completions, updates = step_sizes(config)
     if batch.prompts_per_device:
         mesh = config.mesh
-        devices = mesh.data * mesh.fsdp * mesh.tensor * mesh.context * mesh.dcn_data * mesh.dcn_fsdp
+        devices = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
+        devices *= mesh.dcn_data * mesh.dcn_fsdp
         whole = ""  # stays '' if mesh.fsdp=-1 leaves the number of devices open
         if devices > 0:
             whole = f" x {count(devices, 'device')} = {devices * completions} completions"

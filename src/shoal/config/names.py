@@ -77,14 +77,14 @@ UNSUPPORTED: Mapping[str, str] = {
     "agent='python my_agent.py', their limits environment.*",
     "critic|value_model|value_function": "there is no critic: advantages come from groups",
     "image|video|audio|vision": "models and data are text only",
-    "megatron|deepspeed|pipeline_parallel|expert_parallel": "devices share the work by mesh.data, "
-    "mesh.fsdp, mesh.tensor and "
-    "mesh.context alone",
+    "expert_parallel|^ep_size$": "experts are split over devices by mesh.expert",
+    "megatron|deepspeed|pipeline_parallel": "devices share the work by mesh.data, mesh.fsdp, "
+    "mesh.tensor, mesh.context and mesh.expert alone",
     "context_parallel|sequence_parallel|^cp_size$": "rows are split over devices by mesh.context",
     r"^(num_|n_)?(device|gpu|tpu|core)s?$|^cuda$": "JAX_PLATFORMS chooses the platform, "
     "mesh.trainer the devices, mesh.data, "
-    "mesh.fsdp, mesh.tensor, mesh.context "
-    "their shares",
+    "mesh.fsdp, mesh.tensor, mesh.context, "
+    "mesh.expert their shares",
 }
 """Regular expression that an unknown name matches -> why Shoal has no such key, for the error
 message. The first match counts."""

@@ -97,12 +97,12 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     if remat == "none":  # has no estimate of its own; it stores at least what `dots` stores
         remat = "dots"
     needed = update_bytes(a, role, model.dtype, tokens)
-    needed += activation_bytes(a, tokens / role.tensor, model.dtype, remat)
+    needed += activation_bytes(a, tokens / role.tensor, model.dtype, remat, role.expert)
     if remat != "offload" or role.platform == "cpu":
         return needed, []
     # Layers store their inputs and `kept` in the host's memory. The device then holds only what two
     # layers store, while it is moved.
-    kept = activation_bytes(a, tokens / role.tensor, model.dtype, remat)
+    kept = activation_bytes(a, tokens / role.tensor, model.dtype, remat, role.expert)
     stored = kept + input_bytes(a, tokens, model.dtype)
     moved_away = stored * max(0, a.num_layers - 2) // a.num_layers
     needed -= moved_away

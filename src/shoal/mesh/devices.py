@@ -329,6 +329,7 @@ def _all_devices(section: MeshSection, available: int) -> str:
         "data": 1,
         "tensor": 1,
         "context": 1,
+        "expert": 1,
         "sampler_tensor": 0,
         "dcn_data": 1,
         "dcn_fsdp": 1,
@@ -426,12 +427,12 @@ def _is_chosen() -> bool:
     return PROXY in (jax.config.values["jax_platforms"] or "").split(",")
 
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 
 def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
-    """Returns the trainer's mesh `data x fsdp x context x tensor` over `devices`, with the sizes of
-    `section`. `mesh.fsdp=-1` gets all devices that the other axes leave.
+    """Returns the trainer's mesh `data x fsdp x expert x context x tensor` over `devices`, with the
+    sizes of `section`. `mesh.fsdp=-1` gets all devices that the other axes leave.
 
     `mesh.dcn_data` and `mesh.dcn_fsdp` are numbers of slices (or hosts), which multiply their axes;
     each slice gives as many devices; on TPUs they must be the very slices of the devices, else
@@ -439,7 +440,7 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     the sizes divide them but their product is smaller, the mesh has the first devices of each
     slice.
     """
-    slices = (section.dcn_data, section.dcn_fsdp, 1, 1)
+    slices = (section.dcn_data, section.dcn_fsdp, 1, 1, 1)
     num_slices, parts = math.prod(slices), by_slice(devices)
     if num_slices != len(parts):
         if len(devices) % num_slices:
@@ -455,6 +456,7 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
         "data": section.data,
         "tensor": section.tensor,
         "context": section.context,
+        "expert": section.expert,
         "fsdp": section.fsdp,
     }
     of_slice = min(len(part) for part in parts)
@@ -476,13 +478,13 @@ def make_mesh(section: MeshSection, devices: Sequence[Any]) -> Mesh:
     shape = tuple(sizes[axis] for axis in AXES)
     parts = [part[: math.prod(shape)] for part in parts]
     _check_slices(parts)
-    # [dcn_data, dcn_fsdp, 1, 1, data, fsdp, context, tensor]
+    # [dcn_data, dcn_fsdp, 1, 1, 1, data, fsdp, expert, context, tensor]
     grid = np.stack([arrange(part, shape) for part in parts]).reshape(*slices, *shape)
     # Each axis of the mesh: its slices, then its devices in a slice.
     order = []
     whole_sizes = []
     for axis, (size, slices_of_axis) in enumerate(zip(shape, slices, strict=True)):
-        # the axis's place among the slices' four dimensions, then among the four of a slice
+        # the axis's place among the slices' dimensions, then among those of a slice
         order += [axis, len(shape) + axis]
         whole_sizes.append(size * slices_of_axis)
     return as_mesh(grid.transpose(order).reshape(whole_sizes), AXES)

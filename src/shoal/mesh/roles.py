@@ -2,11 +2,11 @@
 array dimensions.
 
 A parameter or activation names its dimensions logically (`embed`, `heads`, ...); a `Role` turns the
-names into a sharding on its mesh. The trainer's mesh is data x fsdp x context x tensor and splits
-`embed` over `fsdp` and `context`. A row of a batch is split into equal parts over `context`; all
-computations except attention treat these parts as rows. The sampler's mesh is replicas (`data`) x
-tensor: a replica has all weights, so that no weights are moved to sample a token. Two roles may be
-two views of the same devices.
+names into a sharding on its mesh. The trainer's mesh is data x fsdp x expert x context x tensor. It
+splits `embed` over `fsdp`, `expert` and `context`; of experts, `expert` splits the number instead.
+A row of a batch is split into equal parts over `context`; all computations except attention treat
+these parts as rows. The sampler's mesh is replicas (`data`) x tensor: a replica has all weights, so
+that no weights are moved to sample a token. Two roles may be two views of the same devices.
 """
 
 from __future__ import annotations
@@ -37,21 +37,27 @@ from shoal.records import ShoalError
 from shoal.text import count
 
 TRAINER_RULES: Mapping[str, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),  # whole rows
-    "rows": ("data", "fsdp", "context"),  # the parts of rows that devices hold
+    "batch": ("data", "fsdp", "expert"),  # whole rows
+    "rows": ("data", "fsdp", "expert", "context"),  # the parts of rows that devices hold
     # rows that all devices of `fsdp` have, because another dimension is split over `fsdp`
     "fsdp_rows": "data",
-    "embed": ("fsdp", "context"),
+    "embed": ("fsdp", "expert", "context"),
     "heads": "tensor",
     "mlp": "tensor",
     "vocab": "tensor",
     "layers": None,
-    "experts": None,
+    "experts": "expert",
 }
 # A token reads every weight once: gathering them over `fsdp` for each of some hundred tokens would
 # move the whole model that often, so a replica of the sampler holds them whole or splits them over
 # `tensor` alone.
-SAMPLER_RULES = {**TRAINER_RULES, "batch": ("data",), "rows": ("data",), "embed": None}
+SAMPLER_RULES = {
+    **TRAINER_RULES,
+    "batch": ("data",),
+    "rows": ("data",),
+    "embed": None,
+    "experts": None,  # with `mesh.expert` above 1: `tensor`
+}
 SAMPLER_AXES = ("data", "tensor")
 
 
@@ -61,7 +67,7 @@ class Role:
     it.
 
     >>> role.sharding(("layers", "embed", "heads"), (4, 128, 256))
-    NamedSharding(mesh=..., spec=PartitionSpec(None, ('fsdp', 'context'), 'tensor'))
+    NamedSharding(mesh=..., spec=PartitionSpec(None, ('fsdp', 'expert', 'context'), 'tensor'))
     """
 
     name: str
@@ -105,13 +111,16 @@ class Role:
 
     def spec(self, axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
         """Returns over which mesh axes each dimension of an array is split, by the role's rules:
-        `("layers", "embed", "heads")` -> `P(None, ("fsdp", "context"), "tensor")`. A logical axis
-        None is not split. ValueError if a dimension's size is not divisible by the number of its
+        `("layers", "embed", "heads")` -> `P(None, ("fsdp", "expert", "context"), "tensor")`. A
+        logical axis None is not split. A mesh axis splits the first dimension alone whose rule has
+        it: `("experts", "embed", "mlp")` -> `P("expert", ("fsdp", "context"), "tensor")`.
+        ValueError if a dimension's size is not divisible by the number of its
         parts; replicating the array instead would go unnoticed. A model's sizes are checked before
         that, with an error for users (`shoal.model.parameters.check_mesh`). KeyError for an axis
         that the rules do not have."""
         rules = dict(self.rules)
         mesh_axes: list[Any] = []
+        used: set[str] = set()
         for axis, size in zip(axes, shape, strict=True):
             mapped = None if axis is None else rules[axis]
             if mapped is None:
@@ -120,6 +129,10 @@ class Role:
                 names = (mapped,)
             else:
                 names = mapped
+            if used.intersection(names):
+                names = tuple(name for name in names if name not in used)
+                mapped = names or None
+            used.update(names)
             num_parts = math.prod(self.mesh.shape[name] for name in names)
             if size % num_parts:
                 raise ValueError(
@@ -231,6 +244,20 @@ class Role:
         return dict(self.rules)["rows"] or ()
 
     @property
+    def expert_axis(self) -> str | None:
+        """The mesh axis over which the experts of a layer are split by their number; None if each
+        device has all of them."""
+        axis = dict(self.rules)["experts"]
+        if axis is None or self.mesh.shape[axis] == 1:
+            return None
+        return axis
+
+    @property
+    def expert(self) -> int:
+        """The number of devices that the experts of a layer are split over by their number."""
+        return self.mesh.shape[self.expert_axis] if self.expert_axis else 1
+
+    @property
     def tensor(self) -> int:
         """The number of devices that share heads, feed-forward layers and vocabulary."""
         return self.mesh.shape["tensor"]
@@ -326,7 +353,9 @@ def make_roles(
         return Role(name, mesh, tuple(rules.items()), options)
 
     trainer = role("trainer", mesh, TRAINER_RULES)
-    sampler = role("sampler", _sampler_mesh(section, mesh, devices, numbers), SAMPLER_RULES)
+    # The devices of a replica all have its tokens: each can compute those of its experts.
+    of_sampler = SAMPLER_RULES | {"experts": "tensor" if section.expert > 1 else None}
+    sampler = role("sampler", _sampler_mesh(section, mesh, devices, numbers), of_sampler)
     if set(numbers.reference) == set(numbers.trainer):
         reference = trainer  # one layout, and so one program for its log-probs and the trainer's
     else:
@@ -336,9 +365,11 @@ def make_roles(
         for members in by_slice(own_devices):
             in_slice = math.gcd(in_slice, len(members))
         tensor = math.gcd(section.tensor, in_slice)
-        context = math.gcd(section.context, in_slice // tensor, hidden_size)
-        fsdp = math.gcd(in_slice // tensor, hidden_size) // context
-        arranged = arrange_copies(own_devices, (fsdp, context, tensor))
+        split = math.gcd(in_slice // tensor, hidden_size)
+        expert = math.gcd(section.expert, split)
+        context = math.gcd(section.context, split // expert)
+        fsdp = split // expert // context
+        arranged = arrange_copies(own_devices, (fsdp, expert, context, tensor))
         reference = role("reference", as_mesh(arranged, mesh.axis_names), TRAINER_RULES)
     roles = Roles(trainer, sampler, reference)
     if jax.process_count() > 1:

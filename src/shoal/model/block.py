@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
 from shoal.model.activations import ACTIVATIONS
 from shoal.model.architecture import Layer
 from shoal.model.compiler_habits import Habits, gated, habits_of, split_product
-from shoal.model.experts import experts_product, form_of, route
+from shoal.model.experts import experts_of_rows, route
 from shoal.model.linear import Cast, linear
 from shoal.model.norms import layer_norm
 from shoal.model.parameters import Block, ExpertWeights, LayerInputWeights
@@ -235,31 +234,9 @@ def _of_experts(
         replayed = jnp.where(given >= 0, given, experts)
         experts, weights = route(logits, sizes.experts_per_token, sizes.normalise, experts=replayed)
 
-    def of_rows(kernels: Any, h: jax.Array, experts: jax.Array, weights: jax.Array) -> jax.Array:
-        """Computes the products of the rows that one device has, whose tokens are sorted
-        together."""
-        out = experts_product(
-            jax.lax.collapse(h, 0, 2),
-            jax.lax.collapse(experts, 0, 2),
-            jax.lax.collapse(weights, 0, 2),
-            kernels,
-            ACTIVATIONS[a.activation],
-            form_of(model.role),
-        )
-        return out.reshape(h.shape)
-
-    role = model.role
-    if role.row_shards > 1:
-        rows = PartitionSpec(role.row_axes)
-        of_rows = jax.shard_map(
-            of_rows,
-            mesh=role.mesh,
-            in_specs=(PartitionSpec(), rows, rows, rows),
-            out_specs=rows,
-            axis_names=set(role.row_axes),
-            check_vma=False,
-        )
-    return of_rows(w.kernels, h, experts, weights), experts, rerouted
+    activation = ACTIVATIONS[a.activation]
+    out = experts_of_rows(model.role, h, experts, weights, w.kernels, activation)
+    return out, experts, rerouted
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -16,6 +16,15 @@ expert multiplies rows that lie together. The products have three forms:
   another number of tokens may have blocks of another size, and so other bits.
 * `mixed_blocks`, for training on CPUs: most rows are in blocks of a larger size, which is faster.
   Which size a token's row is in depends on the other tokens, and so may its last bits.
+
+Experts may be split over devices by their number (`Role.expert_axis`). A device computes the pairs
+of its own experts, and a token's results are summed where the token is:
+
+* In training each of n devices has tokens of its own. All of them are gathered, and the results go
+  back by an all-to-all: n - 1 rows of D numbers for each token in both directions. A ragged
+  all-to-all of pairs, which XLA for CPU does not have, would exchange k (n - 1) / n: more if n is
+  less than k.
+* The devices of a sampler's replica have the same tokens: results are summed over these devices.
 """
 
 from __future__ import annotations
@@ -27,10 +36,18 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
 from shoal.model.activations import Activation, silu_gated
-from shoal.model.linear import Weight, linear, trained_part, weighted_linear
+from shoal.model.linear import (
+    Biased,
+    Weight,
+    linear,
+    split_of,
+    trained_part,
+    weighted_linear,
+)
 from shoal.model.parameters import joined
 
 Kernels: TypeAlias = tuple[Weight, Weight, Weight]
@@ -96,6 +113,80 @@ def load(experts: jax.Array, mask: jax.Array, num_experts: int) -> jax.Array:
     return counted.reshape(-1, num_experts).sum(0, dtype=jnp.float32)
 
 
+def experts_of_rows(
+    role: Role,
+    h: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    kernels: Kernels,
+    activation: Activation,
+) -> jax.Array:
+    """Computes `experts_product` of rows, h[R, T, D] -> [R, T, D] with experts and weights [R, T,
+    k], on the devices of a role: each sorts tokens that it has. See the module's head for experts
+    that are split over devices by their number; `tensor` otherwise splits the F of each."""
+    axis = role.expert_axis
+    has_own_tokens = axis in role.row_axes
+    inner = "tensor" if role.tensor > 1 and axis != "tensor" else None
+
+    def on_device(
+        kernels: Kernels, h: jax.Array, experts: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        """Computes the rows of one device, with what of the experts is here."""
+        x = jax.lax.collapse(h, 0, 2)
+        experts = jax.lax.collapse(experts, 0, 2)
+        weights = jax.lax.collapse(weights, 0, 2)
+        if has_own_tokens:
+            gather = partial(jax.lax.all_gather, axis_name=axis, tiled=True)
+            x, experts, weights = gather(x), gather(experts), gather(weights)
+        if axis is not None:
+            # The experts here become 0 and on; the others are numbers that no expert here has.
+            experts = experts - jax.lax.axis_index(axis) * _num_experts(kernels)
+        if inner is not None:
+            # Each device adds a part of the last product, and one of them its bias.
+            kernels = (*kernels[:2], _bias_of_first(kernels[2], inner))
+        # With rows for all pairs of several devices, of which a share is computed, nothing is kept.
+        out: Any = experts_product(
+            x, experts, weights, kernels, activation, form_of(role), keeps=not has_own_tokens
+        )
+        if has_own_tokens:
+            # [devices, own tokens, D]: sent to the devices that have the tokens, and received from
+            # those that have the experts. Sums are in float32 and in the order of the devices.
+            by_device = out.reshape(role.expert, -1, out.shape[-1])
+            parts = jax.lax.all_to_all(by_device, axis, split_axis=0, concat_axis=0)
+            out = parts.astype(jnp.float32).sum(0)
+        if role.tensor > 1:
+            out = jax.lax.psum(out.astype(jnp.float32), "tensor")
+        return out.astype(h.dtype).reshape(h.shape)
+
+    if role.row_shards == 1 and role.tensor == 1:
+        return on_device(kernels, h, experts, weights)
+    gate, up, down = kernels
+    of_kernels = (
+        split_of(gate, axis, None, inner),
+        split_of(up, axis, None, inner),
+        split_of(down, axis, inner, None),
+    )
+    rows = PartitionSpec(role.row_axes or None)
+    mesh: Any = role.mesh
+    # All axes that are not manual already: kernels for TPUs allow no axis that XLA could split.
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(of_kernels, rows, rows, rows),
+        out_specs=rows,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
+    )(kernels, h, experts, weights)
+
+
+def _bias_of_first(weight: Weight, axis: str) -> Weight:
+    """Returns a weight whose bias is 0 on all devices of a mesh axis but the first."""
+    if not isinstance(weight, Biased):
+        return weight
+    is_first = jax.lax.axis_index(axis) == 0
+    return replace(weight, bias=jnp.where(is_first, weight.bias, 0))
+
+
 def experts_product(
     x: jax.Array,
     experts: jax.Array,
@@ -103,6 +194,7 @@ def experts_product(
     kernels: Kernels,
     activation: Activation = silu_gated,
     form: Form = "ragged",
+    keeps: bool = True,
 ) -> jax.Array:
     """Computes the sum of each token's experts, x[T, D] -> [T, D], of experts int32[T, k] with
     weights float32[T, k]; see the module's head for the equation and the forms.
@@ -110,11 +202,14 @@ def experts_product(
     A number outside 0 to E - 1 stands for an expert that is not here: it adds nothing, costs
     nothing in the form of blocks, and its weight gets no gradient. Gradients go to x, the weights
     and the trained parts of the kernels; those of kernels are summed in float32 (of plain ones in
-    `ragged` in their own type).
+    `ragged` in their own type). `keeps`: True if the products of gate and up are what
+    `model.remat=dots` keeps for the backward pass.
     """
+    kept_name = "product" if keeps else "experts"
     if form != "ragged":
-        return _by_blocks(activation, form == "mixed_blocks", x, experts, weights, kernels)
-    return _by_ragged_products(activation, x, experts, weights, kernels)
+        is_mixed = form == "mixed_blocks"
+        return _by_blocks(activation, is_mixed, kept_name, x, experts, weights, kernels)
+    return _by_ragged_products(activation, kept_name, x, experts, weights, kernels)
 
 
 def _num_experts(kernels: Kernels) -> int:
@@ -218,15 +313,21 @@ _to_tokens.defvjp(_to_tokens_forward, _to_tokens_backward)
 
 
 def _by_ragged_products(
-    activation: Activation, x: jax.Array, experts: jax.Array, weights: jax.Array, kernels: Kernels
+    activation: Activation,
+    kept_name: str,
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    kernels: Kernels,
 ) -> jax.Array:
-    """Computes `experts_product` for all experts at once, by products with group sizes."""
+    """Computes `experts_product` for all experts at once, by products with group sizes. What it
+    keeps for the backward pass has the name `kept_name`."""
     gate, up, down = kernels
     order, sizes = _sorted_by_expert(experts, _num_experts(kernels))
     is_here = jnp.arange(order.size) < sizes.sum()
     pairs = jnp.where(is_here, order, order.size)
     rows = Rows(pairs, _places_of(pairs, experts.shape))
-    kept = partial(checkpoint_name, name="product")
+    kept = partial(checkpoint_name, name=kept_name)
     # The tokens' rows twice: compilers compute them once, and the gradients of both products are
     # summed by token, not once more before that as rows.
     of_gate = kept(linear(gate, _to_rows(x, rows), group_sizes=sizes))
@@ -350,16 +451,18 @@ def _with_rows(tree: Any, rows: Any, start: jax.Array) -> Any:
     )
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _by_blocks(
     activation: Activation,
     mixed: bool,
+    kept_name: str,
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
     kernels: Kernels,
 ) -> jax.Array:
-    """Computes `experts_product` block by block. `mixed`: blocks of two sizes."""
+    """Computes `experts_product` block by block. `mixed`: blocks of two sizes. What it keeps for
+    the backward pass has the name `kept_name`."""
     out, _ = _forward_by_blocks(activation, mixed, False, x, experts, weights, kernels)
     return out
 
@@ -403,21 +506,23 @@ def _forward_by_blocks(
 def _by_blocks_forward(
     activation: Activation,
     mixed: bool,
+    kept_name: str,
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
     kernels: Kernels,
 ) -> tuple[jax.Array, tuple]:
     out, kept = _forward_by_blocks(activation, mixed, True, x, experts, weights, kernels)
-    kept = jax.tree.map(partial(checkpoint_name, name="product"), kept)
+    kept = jax.tree.map(partial(checkpoint_name, name=kept_name), kept)
     return out, (x, weights, kernels, *kept)
 
 
 def _by_blocks_backward(
-    activation: Activation, mixed: bool, kept: tuple, gradient: jax.Array
+    activation: Activation, mixed: bool, kept_name: str, kept: tuple, gradient: jax.Array
 ) -> tuple:
     """Returns the gradients of (x, experts, weights, kernels); None for the experts and for what is
-    not trained of the kernels. `mixed` is not read, because the blocks are kept."""
+    not trained of the kernels. `mixed` and `kept_name` are not read, because the blocks are
+    kept."""
     x, weights, kernels, rows, all_blocks, products = kept
     trained = trained_part(kernels[0]), trained_part(kernels[1]), trained_part(kernels[2])
 

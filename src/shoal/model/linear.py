@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 
 @jax.tree_util.register_dataclass
@@ -140,6 +141,28 @@ def trained_part(weight: Weight) -> Any:
     if isinstance(weight, Cast):
         return replace(weight, kernel=None)
     return weight
+
+
+def split_of(weight: Weight, experts: Any, rows: Any, columns: Any) -> Any:
+    """Returns how mesh axes split the arrays of E weights [E, in, out] of any kind, as a tree of
+    PartitionSpecs: E over the axis `experts`, `in` over `rows`, `out` over `columns`; None: that
+    dimension is not split."""
+    matrix = PartitionSpec(experts, rows, columns)
+    if isinstance(weight, Biased):
+        kernel = split_of(weight.kernel, experts, rows, columns)
+        return replace(weight, kernel=kernel, bias=PartitionSpec(experts, columns))
+    if isinstance(weight, Adapted):
+        return replace(
+            weight,
+            kernel=split_of(weight.kernel, experts, rows, columns),
+            a=split_of(weight.a, experts, rows, None),
+            b=split_of(weight.b, experts, None, columns),
+        )
+    if isinstance(weight, Quantised):
+        return replace(weight, values=matrix, scale=PartitionSpec(experts, columns))
+    if isinstance(weight, Cast):
+        return replace(weight, kernel=matrix, master=matrix)
+    return matrix
 
 
 def _matmul(

@@ -882,10 +882,11 @@ def quantiser(a: Architecture, role: Role) -> Keep:
 
 
 def check_mesh(a: Architecture, role: Role) -> None:
-    """Raises ShoalError unless the mesh divides the model's heads, feed-forward size and hidden
-    size, in all kinds of layers. The first two are divided by `tensor`, the hidden size by `fsdp`
-    times `context`. Also if `context` would split rows of a model with delta nets, whose states
-    follow a row from its beginning to its end.
+    """Raises ShoalError unless the mesh divides the model's heads, feed-forward size, hidden size
+    and number of experts, in all kinds of layers. The first two are divided by `tensor`, the hidden
+    size by `fsdp` times `expert` times `context`, the experts by the devices that they are split
+    over. Also if `context` would split rows of a model with delta nets, whose states follow a row
+    from its beginning to its end.
 
     Key/value heads may be fewer than `tensor` if `tensor` is a multiple of their number: they are
     then repeated in groups. A vocabulary that `tensor` does not divide is whole on each device (a
@@ -893,6 +894,7 @@ def check_mesh(a: Architecture, role: Role) -> None:
     """
     tensor = role.tensor
     fsdp = role.mesh.shape.get("fsdp", 1)
+    expert = role.mesh.shape.get("expert", 1)
     context = role.context
     on = "mesh.reference: " if role.name == "reference" else "mesh."
     key = "mesh.sampler_tensor (or mesh.tensor)" if role.name == "sampler" else f"{on}tensor"
@@ -915,16 +917,28 @@ def check_mesh(a: Architecture, role: Role) -> None:
             "attention, whose states are computed token after token; use mesh.context=1",
             "mesh.context",
         )
+    if a.experts and a.experts.num_experts % role.expert:
+        if role.expert_axis == "tensor":  # in a sampler
+            wrong, named = key, "mesh.sampler_tensor"
+        else:
+            wrong, named = f"{on}expert", "mesh.expert"
+        sizes = listed_divisors(a.experts.num_experts, role.mesh.size)
+        raise ShoalError(
+            f"{wrong}={role.expert} does not divide the model's "
+            f"num_experts={a.experts.num_experts}; use {sizes}",
+            named,
+        )
     split_sizes = {"hidden_size": a.hidden_size}
     if a.layer_embedding_size:
         width = a.num_layers * a.layer_embedding_size
         split_sizes["num_hidden_layers x hidden_size_per_layer_input"] = width
     for name, size in split_sizes.items():
-        if size % (fsdp * context):
-            # "" without `context`
-            both = f" x mesh.context={context}" * (context > 1)
+        if size % (fsdp * expert * context):
+            # "" for an axis of one device
+            others = f" x mesh.expert={expert}" * (expert > 1)
+            others += f" x mesh.context={context}" * (context > 1)
             raise ShoalError(
-                f"{on}fsdp={fsdp}{both} does not divide the model's {name}={size}; use "
+                f"{on}fsdp={fsdp}{others} does not divide the model's {name}={size}; use "
                 f"{listed_divisors(size, role.mesh.size)}",
                 "mesh.fsdp",
             )

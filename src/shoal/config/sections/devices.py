@@ -35,6 +35,7 @@ WEIGHTS_ON_DEVICES = (
     "mesh.sampler",
     "mesh.reference",
     "mesh.context",
+    "mesh.expert",
     "mesh.tensor",
 )
 """Keys that determine how many bytes of weights and moments each device holds, and so what is
@@ -54,6 +55,10 @@ class MeshSection:
     context: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Devices that share the tokens of a row (context parallelism), and parameters as those of
     mesh.fsdp do: for rows whose activations do not fit one device."""
+    expert: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
+    """Devices that share the experts of a layer, by their number, and rows and other parameters as
+    those of mesh.fsdp do (expert parallelism). Above 1 the devices of a sampler's replica share
+    them too."""
     trainer: str = key("", stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers
     ([0,1]); empty for all. A fraction or count takes the first devices."""
@@ -112,7 +117,7 @@ class MeshSection:
         at_least(self, "mesh.", -1, "process", note="one process")
         at_least(self, "mesh.", 1, "dcn_data")
         at_least(self, "mesh.", 1, "dcn_fsdp")
-        for name in ("data", "fsdp", "tensor", "context"):
+        for name in ("data", "fsdp", "tensor", "context", "expert"):
             value = getattr(self, name)
             rest = ", or -1 for all devices that the other axes leave" if name == "fsdp" else ""
             require(

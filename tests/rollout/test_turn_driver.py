@@ -30,6 +30,7 @@ from shoal.job.replay import sample_turns
 from shoal.model.transformer import Model
 from shoal.protocols import End, Extend, GroupRequest, Message
 from shoal.records import (
+    Completion,
     Example,
     Group,
     HostLost,
@@ -45,7 +46,7 @@ from shoal.rollout import host_health
 from shoal.rollout.fleet import Fleet
 from shoal.rollout.host import EngineHost, ThreadHost
 from shoal.rollout.ledger import IDLE, GroupRewards, PendingGroup, RolloutState, sample_request
-from shoal.rollout.turn_driver import Rollout, TurnDriver, with_reset_text
+from shoal.rollout.turn_driver import Rollout, TurnDriver, join_branches, with_reset_text
 from shoal.runs.compare import completion_difference
 from shoal.sampler.engine import Engine
 from shoal.tasks.builtin_rewards import overlong_punishment
@@ -1050,3 +1051,29 @@ def test_what_reset_returned_ends_its_rollout_where_it_is_too_long(words: str, s
             assert one.failure is not None and size in one.failure.text
             assert one.prompt_ids is request.prompt_ids
     assert dropped == [(3, 0, 0)] * 2
+
+
+def test_branches_keep_the_experts_of_their_prompts_and_tokens():
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 9, size).astype(np.int32) for size in (3, 5)]
+    parts = []
+    for prompt, size in zip(prompts, (2, 4), strict=True):
+        parts.append(
+            Completion(
+                0,
+                0,
+                np.arange(size, dtype=np.int32),
+                np.zeros(size, np.float32),
+                np.ones(size, bool),
+                np.zeros(size, np.int32),
+                StopReason.EOS,
+                extra={"experts": rng.integers(0, 9, (size, 2, 3)).astype(np.uint8)},
+                prompt_experts=rng.integers(0, 9, (len(prompt), 2, 3)).astype(np.uint8),
+            )
+        )
+    joined = join_branches(prompts, parts)
+    (branch,) = joined.branches
+    assert joined.prompt_experts is parts[0].prompt_experts
+    assert branch.experts is parts[1].prompt_experts and branch.start == 2
+    expected = np.concatenate([part.extra["experts"] for part in parts])
+    np.testing.assert_array_equal(joined.extra["experts"], expected)

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 
 from shoal import cli
 from shoal.commands.groups import groups as list_groups
+from shoal.commands.view import groups as view_groups
 from shoal.config.commands import GroupsConfig
 from shoal.records import Branch, Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.report import sinks
 from shoal.report.sinks import MOST_PENDING, GroupWriter
-from shoal.runs.group_table import GroupTable
+from shoal.runs.group_table import Database, GroupTable
 from shoal.runs.groups import from_table, group_record, read_file, to_table, write_file
 from shoal.runs.lines import StepLine
 from shoal.runs.reader import StoredRun
@@ -236,6 +237,25 @@ def test_the_experts_of_a_prompt_are_stored_once():
     first, second = table["prompt_experts"].to_pylist()
     assert len(first) == 3 * 2 * 3 and second is None
     assert [len(entry) for entry in table["experts"].to_pylist()] == [2 * 2 * 3] * 2
+
+
+def test_the_page_of_a_group_reads_no_experts(tmp_path, monkeypatch):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    with RunWriter(tmp_path) as run:
+        run.write_groups(12, [with_experts(make_group(), "uint8")], [[0.7, 0.0]], {})
+    index = GroupTable(StoredRun(tmp_path), Database([tmp_path]))
+    index.refresh()
+    queries = []
+    read = view_groups._read
+
+    def noted(index, file, columns, *rest):
+        queries.append(columns)
+        return read(index, file, columns, *rest)
+
+    monkeypatch.setattr(view_groups, "_read", noted)
+    detail = view_groups.group_detail(index, "step_000012", 0)
+    assert [one["completion"] for one in detail["completions"]] == [0, 1]
+    assert queries and "experts" not in queries[0]
 
 
 def test_groups_without_experts_have_no_columns_of_them():

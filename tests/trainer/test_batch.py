@@ -418,5 +418,11 @@ def test_records_without_experts_or_of_another_model_are_refused():
     recorded = [with_experts(group, np.random.default_rng(0)) for group in groups]
     with pytest.raises(ShoalError, match=r"are \(2, 3\) in a completion, \(4, 2\) in the model"):
         packed(recorded, shapes, route_shape=(4, 2))
+    # A completion without tokens needs no record.
+    empty = replace(recorded[0].completions[0], token_ids=np.zeros(0, np.int32), extra={})
+    empty = replace(empty, branches=())
+    first = replace(recorded[0], completions=(empty, *recorded[0].completions[1:]))
+    first = replace(first, valid=np.ones(3, bool))
+    packed([first, recorded[1]], shapes, route_shape=ROUTES)
     _, _, batches = packed(recorded, shapes)  # not used again
     assert all(batch.arrays.experts is None for batch in batches)

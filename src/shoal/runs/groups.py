@@ -79,6 +79,9 @@ _BY_TOKEN = {
 }
 
 
+EXPERT_COLUMNS = ("experts", "prompt_experts", "branch_experts")
+"""Columns with the bytes of the experts of tokens (`_add_experts`)."""
+
 _BY_TURN = ("turn_rewards", "turn_advantages")
 """Columns with one float64 for each turn. A file whose rewards and advantages are of whole
 completions does not have them."""
@@ -278,7 +281,7 @@ def _add_experts(table: dict[str, pa.Array], groups: Sequence[Group]) -> dict[st
     import pyarrow as pa
 
     sizes: list[Any] = []
-    columns: dict[str, list[Any]] = {"experts": [], "prompt_experts": [], "branch_experts": []}
+    columns: dict[str, list[Any]] = {name: [] for name in EXPERT_COLUMNS}
 
     def stored(experts: np.ndarray | None) -> bytes | None:
         """Returns the bytes of an array of experts, and notes its sizes."""
@@ -530,7 +533,7 @@ def from_table(table: pa.Table) -> list[StoredGroup]:
         values = table[name].to_pylist()
         if name in as_json:
             values = [None if value is None else json.loads(value) for value in values]
-        if name in ("experts", "prompt_experts", "branch_experts"):
+        if name in EXPERT_COLUMNS:
             values = [_experts(value, notes["experts"]) for value in values]
         columns[name] = values
     # Each group begins with the row of its completion 0.

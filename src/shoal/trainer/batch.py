@@ -296,9 +296,9 @@ def pack(
                 if not group.valid[completion_index]:
                     continue
                 length = tokens.stop - tokens.start
-                if route_shape:
-                    _check_experts(group.completions[completion_index], route_shape)
                 if length > 0:
+                    if route_shape:
+                        _check_experts(group.completions[completion_index], route_shape)
                     key = (group_index, completion_index, tokens.start)
                     lengths[key] = length
                     tokens_of[key] = tokens

@@ -21,7 +21,7 @@ from shoal.runs.compare import (
     without_idle_limits,
 )
 from shoal.runs.group_table import Database, GroupFile, GroupTable, column_sql, reason
-from shoal.runs.groups import groups_file
+from shoal.runs.groups import EXPERT_COLUMNS, groups_file
 from shoal.runs.lines import bounded_json, bounded_line
 from shoal.runs.metrics import is_clock
 from shoal.runs.reader import StoredRun
@@ -145,6 +145,7 @@ _LISTS = (
     "trainer_logprobs",
     "support_ids",
     "own_prompt_ids",
+    *EXPERT_COLUMNS,
 )
 
 

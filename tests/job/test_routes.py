@@ -10,9 +10,13 @@ from pathlib import Path
 import numpy as np
 import polars
 import pytest
+from tiny_models import write_model
 from tiny_runs import Workshop, groups, metrics, parameters_of, same_bits
+from turn_runs import TurnWorkshop, calling
 
 from shoal import cli
+from shoal.commands.replay import replay
+from shoal.config.commands import ReplayConfig
 from shoal.runs.groups import read_file
 
 pytestmark = pytest.mark.slow
@@ -108,3 +112,31 @@ def test_a_killed_run_goes_on_with_the_same_routes(workshop, run):
         assert table["experts"].null_count() == 0
         assert table.equals(polars.read_parquet(file_of(run, step)))
     assert same_bits(parameters_of(cut, 12), parameters_of(run, 12))
+
+
+def test_turns_keep_the_routes_of_context_and_are_sampled_and_trained_on_again(
+    tmp_path, monkeypatch
+):
+    """Rollouts overlap with training: a prompt may be of one version, later turns of another."""
+    calling(monkeypatch)
+    made = TurnWorkshop(tmp_path)
+    size = json.loads((made.model / "config.json").read_text())["vocab_size"]
+    write_model(made.model, "qwen3_moe", vocab_size=size)
+    run = made.train("turns")
+    context = 0
+    for step in (1, 2, 3):
+        for entry in read_file(file_of(run, step)):
+            assert entry.group.experts_by_prompt()
+            for one in entry.group.completions:
+                experts = one.extra["experts"]
+                assert (experts[:-1, :, 0] != experts[:-1, :, 1]).all()
+                context += np.count_nonzero(~one.loss_mask)
+    assert context > 20
+    first, *later = metrics(run)
+    assert first["experts/rerouted"] == 0.0
+    assert first["sampler_gap/logprob_max"] < 1e-4
+    # Sampled from weights one update before: the router has moved, the experts are kept.
+    assert all(0 < step["experts/rerouted"] < 0.5 for step in later)
+    for step in (1, 3):
+        result = replay(ReplayConfig(run=str(run), step=step, group=1))
+        assert result["identical"] and result["weights"]["verified"] in (None, True)

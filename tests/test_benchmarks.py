@@ -7,6 +7,7 @@ import contextlib
 import io
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -253,3 +254,43 @@ def test_the_trial_of_ray_on_several_machines_ends_well_with_a_worker_on_each_al
     )
     assert (done.returncode != 0) == bool(error), done.stderr
     assert error in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["brief", "sums", "tags"])
+def test_each_lesson_of_the_real_model_trains(folder, monkeypatch, name):
+    import real_model
+
+    lesson = real_model.LESSONS[name]
+    smaller = lesson.settings | {
+        "steps": 1,
+        "batch.prompts_per_step": 2,
+        "sampling.max_prompt_tokens": 128,
+    }
+    monkeypatch.setitem(real_model.LESSONS, name, replace(lesson, settings=smaller))
+    found = real_model.learn(Path("tiny"), name, seed=0, is_permuted=True)
+    assert 0 <= found["before"] <= 1 and 0 <= found["after"] <= 1
+
+
+def test_permuted_rewards_are_those_of_the_same_group(folder):
+    import real_model
+
+    def lengths(completions, **_):
+        return [float(len(text)) for text in completions]
+
+    texts = ["a" * number for number in range(1, 17)]
+    rewards = real_model.permuted(lengths, 8)(texts)
+    assert rewards != lengths(texts)
+    assert sorted(rewards[:8]) == lengths(texts[:8]) and sorted(rewards[8:]) == lengths(texts[8:])
+
+
+def test_the_form_of_an_answer_in_tags(folder):
+    import real_model
+
+    def reward(text):
+        return real_model.in_tags([[{"content": text}]])[0]
+
+    assert reward("<answer>yellow</answer>") == 1.0
+    assert reward("It is <answer>yellow</answer>.") == 0.5
+    assert reward("yellow") == 0.0
+    assert reward("<answer>a</answer><answer>b</answer>") == 0.0

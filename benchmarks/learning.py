@@ -6,7 +6,10 @@ seeds and one.
 
 `trained`: `shoal train` as it is. `permuted`: the same rewards, exchanged at random among the
 completions of each group, so that they carry no signal. `lr 0`: nothing may change at all. Greedy
-accuracy on the 500 held-out problems. `no tools`: the task without what it acts with. `--keys`:
+accuracy on the 500 held-out problems. `no tools`: the task without what it acts with. Of
+`task=guess` also `by turn`: each question is paid for what its answer rules out, with
+algorithm.credit=turn; `permuted turns`: these payments, exchanged at random among the turns of each
+completion. `--keys`:
 other settings, as `model.lora.rank=8 optimizer.lr=1.5e-3`, or another task that is made here:
 `task=calculator`, `task=guess`.
 """
@@ -32,27 +35,67 @@ from shoal.config.train import Config
 from shoal.tasks.guess import Guess
 from shoal.tasks.task import load_by_name
 
-SEEDS = {"trained": None, "permuted": 3, "lr 0": 1, "no tools": 1}
+SEEDS = {
+    "trained": None,
+    "permuted": 3,
+    "lr 0": 1,
+    "no tools": 1,
+    "by turn": None,
+    "permuted turns": 1,
+}
 """Of each kind of run; None: all."""
 TASK = "LEARNING_TASK"
 """The variable with the name of the task, for the processes that score."""
 
 
 class SilentGuess:
-    """The environment of `guess` without a reward in the end. It pays each question for what its
-    answer rules out, which counts with `algorithm.credit=turn` alone."""
+    """The environment of `guess` without a reward of its own."""
 
     def __init__(self) -> None:
-        self._game, self.found, self.reward = Guess(), False, 0.0
+        self._game, self.found = Guess(), False
 
     def reset(self, **columns: Any) -> None:
         self._game.reset(**columns)
-        self.found, self.reward = False, 0.0
+        self.found = False
 
     def respond(self, message: str) -> str | None:
         words = self._game.respond(message)
-        self.found, self.reward = self._game.found, self._game.reward
+        self.found = self._game.found
         return words
+
+
+class PaidGuess(SilentGuess):
+    """The same, which pays each question for what its answer rules out, and nothing in the end."""
+
+    def respond(self, message: str) -> str | None:
+        words = super().respond(message)
+        self.reward = self._game.reward
+        return words
+
+
+def permuted_turns(
+    completions: list[Any], number: list[int], trainer_state: Any, **columns: Any
+) -> list[list[float]]:
+    """What PaidGuess pays the questions of each completion, permuted among them; and the task's own
+    reward for a number at the end."""
+    import random
+
+    [form] = load_by_name(TaskSection(name="guess"), RewardSection()).rewards
+    well_formed = form.function(completions=completions, number=number, **columns)
+    rng = random.Random(trainer_state.global_step)
+    rewards = []
+    for messages, secret, is_number in zip(completions, number, well_formed, strict=True):
+        game = Guess()
+        game.reset(secret)
+        paid = []
+        for message in messages:
+            if message["role"] == "assistant":
+                game.respond(message["content"])
+                paid.append(game.reward)
+        rng.shuffle(paid)
+        paid[-1] += form.weight * is_number
+        rewards.append(paid)
+    return rewards
 
 
 def permuted_reward(
@@ -88,7 +131,14 @@ def one(kind: str, seed: int, steps: int, keys: Sequence[str]) -> dict[str, Any]
         bare = replace(
             load_by_name(TaskSection(name=name), RewardSection()), tools=(), environments={}
         )
+        by_turn = {
+            "algorithm.credit": "turn",
+            "algorithm.advantage": "rloo",
+            "algorithm.discount": 0.0,
+        }
         controls: dict[str, Any] = {
+            "by turn": {"environment": f"{__file__}:PaidGuess", **by_turn},
+            "permuted turns": {"reward": permuted_turns, **silent, **by_turn},
             "permuted": {"reward": permuted_reward, **silent},
             "lr 0": {"optimizer.lr": 0.0},
             "no tools": {

@@ -829,6 +829,26 @@ def test_the_reward_of_a_turn_stands_in_its_message():
         assert len(rewards) >= len(asked) and all("reward" in message for message in asked)
 
 
+def test_calls_of_one_turn_are_paid_for_each():
+    called: list[str] = []
+    sessions: Any = SimpleNamespace(
+        kind_of=lambda columns: None, call=lambda key, name, arguments: called.append(name)
+    )
+    request = SimpleNamespace(example=Example(7, "question", {}), prompt_ids=np.array([1, 2]))
+    player = TurnDriver(sessions, lambda columns: cast(Any, Format()), EnvironmentSection(), 20, 1)
+    entry = cast(Any, SimpleNamespace(id=3, request=request, rollout_states=Counter()))
+    one = Rollout(
+        entry, 0, 0, "question", messages=[{"role": "assistant", "content": "three calls"}]
+    )
+    one.calls = [ToolCall(name, {}) for name in ("first", "second", "third")]
+    for value, reward in (("a", 0.5), ("b", None)):
+        assert player._take_reply(one, Reply(one.key, "call", value=value, reward=reward)) == []
+    assert one.messages[0]["reward"] == 0.5
+    one.calls.append(ToolCall("fourth", {}))
+    assert player._take_reply(one, Reply(one.key, "call", value="c", reward=0.25)) == []
+    assert one.messages[0]["reward"] == 0.75 and called == ["second", "third", "fourth"]
+
+
 class Broken(Guess):
     def respond(self, message: str) -> str | None:
         raise RuntimeError("the board is gone")

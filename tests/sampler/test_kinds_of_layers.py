@@ -10,14 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from small import GEMMA, SINKS
+from small import GEMMA, SINKS, roles
 from small_engine import SMALL, TOLERANCE, full_logits, make, prompt, request, same, text, weights
 
+from shoal.mesh import MAX_IN_FLIGHT, Role
 from shoal.model.architecture import Architecture, DeltaNet, Experts, Layer
+from shoal.model.attention.caches import RING_SLACK
+from shoal.model.attention.selector import attention_kind, by_pages, decode_kernel_refusal
 from shoal.model.mixing import prompt_mixing
 from shoal.model.transformer import Model, forward
 from shoal.protocols import SampleRequest
 from shoal.records import Completion, Purpose, StopReason
+from shoal.sampler import programs
 from shoal.sampler.engine import Engine, run_until_idle
 from shoal.weights.sampler_copy import publish_to
 
@@ -169,6 +173,7 @@ OTHERS = {
     "sinks": replace(SINKS, num_layers=3),
     "gemma": GEMMA,
     "windows alone": replace(SMALL, layers=(Layer(window=9),)),
+    "states alone": replace(HYBRID, num_layers=2, layers=(Layer("delta_net"),)),
 }
 """Architectures by what their layers have."""
 
@@ -186,6 +191,23 @@ def test_other_kinds_of_layers(a, apart, monkeypatch):
     used = {name for name, _ in engine._started}
     assert used == {"prefill", "join", "decode", "feed", "save", "restore"}
     check_logprobs(engine, done)
+
+
+def test_a_ring_has_room_for_what_decodes_in_flight_sample_beyond_a_turns_end(monkeypatch):
+    monkeypatch.setattr(programs, "CHUNK", 1 + RING_SLACK // MAX_IN_FLIGHT)
+    with pytest.raises(AssertionError, match="rings would lose keys that windows still read"):
+        make(GEMMA, max_completion_tokens=LIMIT + 1)  # programs that no other test has made
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_a_model_of_states_alone_asks_for_no_kernel_of_attention(platform, monkeypatch):
+    monkeypatch.setattr(Role, "platform", platform)
+    model = Model(OTHERS["states alone"], roles().sampler)
+    assert attention_kind(model, 1, 4096) == "reference"
+    assert not by_pages(model)
+    refusal = decode_kernel_refusal(model)
+    assert (platform == "cpu") == ("this is a CPU" in refusal)
+    assert (platform != "cpu") == (refusal == "none of the model's layers has attention")
 
 
 # ---- experts

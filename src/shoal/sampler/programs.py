@@ -20,13 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shoal.mesh import Program, Role
+from shoal.mesh import MAX_IN_FLIGHT, Program, Role
 from shoal.mesh.programs import CHUNKED_OPTIONS, SAMPLER_OPTIONS
 from shoal.model.architecture import Layer
 from shoal.model.attention import caches as kv_caches
 from shoal.model.attention import selector
 from shoal.model.attention.blocked import block_size
-from shoal.model.attention.caches import Cache, LayerCache
+from shoal.model.attention.caches import RING_SLACK, Cache, LayerCache
 from shoal.model.attention.selector import attention_kind, prompt_reads
 from shoal.model.block import LayerAux, LayerInputs, block
 from shoal.model.compiler_habits import products_joined
@@ -156,6 +156,8 @@ def make_programs(
 
     Equal arguments give the same dict, which must not be changed: the last PROGRAMS_KEPT are
     kept."""
+    # A turn's end is seen when the decodes in flight have sampled this much beyond it.
+    assert CHUNK * MAX_IN_FLIGHT <= RING_SLACK, "rings would lose keys that windows still read"
     get_sharding = attrgetter("sharding")
     layout = jax.tree.map(get_sharding, state_shapes(model, sizes))
     # Saved rows bring their keys along, so they have no pool of pages.

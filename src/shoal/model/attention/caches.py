@@ -39,8 +39,8 @@ NO_PAGE = 2**31 - 1
 
 RING_SLACK = 128
 """Keys of a completion that a ring holds beyond its window. Tokens that were sampled after the end
-of a turn, before the host saw that end, are dropped, but have been written: these are fewer, so the
-keys that they replaced lie before the window."""
+of a turn, before the host saw that end, are dropped, but have been written: these are fewer (the
+sampler asserts it), so the keys that they replaced lie before the window."""
 
 
 MOST_SIBLINGS = 32

@@ -57,6 +57,8 @@ def attention_kind(model: Model, rows: int, size: int, layer: Layer | None = Non
     `pallas` and its kernels cannot compute these rows; the other values are returned unchecked.
     `size` is that of whole rows, also if `mesh.context` splits them."""
     layer = layer or first_attention(model.architecture)
+    if layer is None:  # no layer computes attention
+        return "reference"
     if model.attention == "auto":
         return _fitting_kind(model, layer, rows, size)
     if model.attention == "pallas":
@@ -69,14 +71,14 @@ def attention_kind(model: Model, rows: int, size: int, layer: Layer | None = Non
     return model.attention
 
 
-def first_attention(a: Architecture) -> Layer:
-    """Returns the first kind of layer with attention, of those without a window if there is
-    one."""
+def first_attention(a: Architecture) -> Layer | None:
+    """Returns the first kind of layer with attention, of those without a window if there is one;
+    None if no layer has attention."""
     kinds = [layer for layer in a.kinds if layer.mixer == "attention"]
     for layer in kinds:
         if not layer.window:
             return layer
-    return kinds[0]
+    return kinds[0] if kinds else None
 
 
 def scoring_of(a: Architecture, layer: Layer) -> Scoring:
@@ -427,6 +429,8 @@ def decode_kernel_refusal(model: Model, layer: Layer | None = None) -> str:
     platform = model.role.platform
     if platform == "cpu":
         return f"it is for GPUs and TPUs, and this is a {platform.upper()}"
+    if layer is None:
+        return "none of the model's layers has attention"
     fault = kernel_fault_of(scoring_of(a, layer), a.sinks)
     if fault:
         return fault

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import HYBRID, QWEN3, WINDOWED, random_parameters
+from small import HYBRID, QWEN3, WINDOWED, random_parameters, roles
 
 from shoal import cli
 from shoal.budget import advice as advice_module
@@ -367,6 +367,17 @@ def test_a_token_reads_live_keys_windows_and_states(planned_of):
     # of each completion's ring; a prompt's ring is one block.
     blocks = windowed.programs()["decode"].assumed_trips[1]
     assert blocks == pytest.approx((4 + 2 + 4 * 2) / 6)
+
+
+def test_loops_over_keys_are_those_of_each_kind_of_layer():
+    """On four devices two share a head of the kind with two heads, none one of the kind with
+    four: 600 keys are blocks of 128, 300 too."""
+    kinds = (Layer(num_kv_heads=2), Layer(num_kv_heads=4))
+    model = Model(replace(QWEN3, layers=kinds), roles(tensor=4).sampler)
+    sampling = SamplingSection(max_prompt_tokens=600, max_completion_tokens=32)
+    job: Any = SimpleNamespace(config=SimpleNamespace(sampling=sampling))
+    blocks = [PlannedJob._decode_blocks(job, model, layer) for layer in kinds]
+    assert blocks == [[3], [5]]
 
 
 @pytest.mark.slow
@@ -935,7 +946,7 @@ def test_decodings_kernel_reads_whole_blocks_of_live_keys(
 
     monkeypatch.setattr("shoal.plan.job.decodes_by_kernel", decodes_by_kernel)
 
-    def by_pages(_):
+    def by_pages(_, layer):
         return pages
 
     monkeypatch.setattr("shoal.plan.job.by_pages", by_pages)

@@ -311,7 +311,8 @@ class PlannedJob:
             num_blocks += sum(blocks)
         found: dict[str, Any] = {"assumed_trips": (chunk, num_blocks / max(1, num_loops))}
         if by_kernel:
-            block = PAGE if by_pages(model) else KEY_BLOCK
+            first = model.architecture.layer(by_kernel[0])
+            block = PAGE if by_pages(model, first) else KEY_BLOCK
             caches = engine.state_shapes().caches
             all_keys = bytes_per_device([caches[number] for number in by_kernel])
             found["kernel_share"] = self._live_bytes(engine, by_kernel, block) / all_keys
@@ -323,7 +324,7 @@ class PlannedJob:
         Keys in a single block need no loop."""
         sampling = self.config.sampling
         platform = model.role.platform
-        parts = model.key_parts
+        parts = model.key_parts_of(layer)
         # -(-a // b) rounds up. A device holds one part of the keys of each head.
         prompt_keys = -(-sampling.max_prompt_tokens // parts)
         completion_keys = -(-sampling.max_completion_tokens // parts)

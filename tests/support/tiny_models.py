@@ -1,7 +1,7 @@
 """Tiny random models and tokenizers in Hugging Face format, written without torch; the same bytes
 for a seed, always.
 
-`FAMILIES` has a config.json for every kind of model that Shoal reads; `write_model` makes a folder
+`FAMILIES` has a config.json for kinds of models that Shoal reads; `write_model` makes a folder
 of one, `write_tokenizer` puts a tokenizer into a folder. Names of tensors stand here once more,
 apart from shoal.weights.huggingface.
 """
@@ -56,10 +56,31 @@ def _config(family: str, **changes: Any) -> dict[str, Any]:
         "mistral": "Mistral",
         "gemma3_text": "Gemma3",
         "gpt_oss": "GptOss",
+        "qwen3_5_text": "Qwen3_5",
+        "qwen3_5_moe_text": "Qwen3_5Moe",
     }
     name = names[family]
     return {"architectures": [f"{name}ForCausalLM"], "model_type": family, **_SIZES, **changes}
 
+
+# two delta nets, one layer with attention
+_DELTA_NETS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "full_attention_interval": 3,
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [1, 1, 0],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1000000.0,
+        "rope_type": "default",
+    },
+}
 
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama2": _config("llama"),  # without rope_theta, as Llama 2's own
@@ -120,6 +141,15 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
         max_position_embeddings=256,
         sliding_window=9,
     ),
+    "qwen3_5": _config("qwen3_5_text", **_DELTA_NETS),
+    "qwen3_5_moe": _config(
+        "qwen3_5_moe_text",
+        **_DELTA_NETS,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=20,
+    ),
 }
 
 
@@ -139,26 +169,49 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
     }
     out: dict[str, np.ndarray] = {}
     is_gemma = family == "gemma3_text"
-    norm = {"mean": 0.0 if is_gemma else 1.0, "stddev": 0.2}  # Gemma adds 1 itself
-    head_norm = {"mean": 0.3 if is_gemma else 1.3, "stddev": 0.3}
+    has_delta_nets = family.startswith("qwen3_5")
+    adds_1 = is_gemma or has_delta_nets  # to the weights of norms
+    norm = {"mean": 0.0 if adds_1 else 1.0, "stddev": 0.2}
+    head_norm = {"mean": 0.3 if adds_1 else 1.3, "stddev": 0.3}
 
     def normal(name: str, *shape: int, mean: float = 0.0, stddev: float) -> None:
         out[name] = (mean + stddev * random.standard_normal(shape)).astype(np.float32)
 
     def product(place: str, name: str, rows: int, columns: int) -> None:
         normal(f"{place}{name}.weight", rows, columns, stddev=1.2 * columns**-0.5)
-        if biased[name]:
+        if biased.get(name):
             normal(f"{place}{name}.bias", rows, stddev=0.5)
+
+    def delta_net(place: str) -> None:
+        key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+        values = value_heads * config["linear_value_head_dim"]
+        channels = 2 * key_heads * config["linear_key_head_dim"] + values
+        product(place, "in_proj_qkv", channels, d)
+        product(place, "in_proj_z", values, d)
+        product(place, "in_proj_b", value_heads, d)
+        product(place, "in_proj_a", value_heads, d)
+        normal(f"{place}conv1d.weight", channels, 1, config["linear_conv_kernel_dim"], stddev=0.6)
+        # A state decays to a half in 2 to 40 tokens.
+        normal(f"{place}A_log", value_heads, mean=-2.5, stddev=1.0)
+        normal(f"{place}dt_bias", value_heads, stddev=0.5)
+        normal(f"{place}norm.weight", config["linear_value_head_dim"], mean=1.0, stddev=0.2)
+        product(place, "out_proj", d, values)
 
     normal("model.embed_tokens.weight", config["vocab_size"], d, stddev=2 * d**-0.5)
     for layer in range(config["num_hidden_layers"]):
         place = f"model.layers.{layer}."
         normal(f"{place}input_layernorm.weight", d, **norm)
-        product(f"{place}self_attn.", "q_proj", heads * a, d)
-        product(f"{place}self_attn.", "k_proj", keys * a, d)
-        product(f"{place}self_attn.", "v_proj", keys * a, d)
-        product(f"{place}self_attn.", "o_proj", d, heads * a)
-        if family in ("qwen3", "qwen3_moe", "gemma3_text"):
+        has_attention = not has_delta_nets or (layer + 1) % config["full_attention_interval"] == 0
+        if has_attention:
+            # With delta nets each head has a gate beside its query.
+            product(f"{place}self_attn.", "q_proj", heads * a * (1 + has_delta_nets), d)
+            product(f"{place}self_attn.", "k_proj", keys * a, d)
+            product(f"{place}self_attn.", "v_proj", keys * a, d)
+            product(f"{place}self_attn.", "o_proj", d, heads * a)
+        else:
+            delta_net(f"{place}linear_attn.")
+        has_head_norms = family in ("qwen3", "qwen3_moe", "gemma3_text") or has_delta_nets
+        if has_attention and has_head_norms:
             normal(f"{place}self_attn.q_norm.weight", a, **head_norm)
             normal(f"{place}self_attn.k_norm.weight", a, **head_norm)
         normal(f"{place}post_attention_layernorm.weight", d, **norm)
@@ -181,6 +234,14 @@ def tensors(config: Mapping[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
             normal(f"{place}mlp.gate.weight", config["num_experts"], d, stddev=2 * d**-0.5)
             width = config["moe_intermediate_size"]
             parts = [(f"mlp.experts.{e}.", width) for e in range(config["num_experts"])]
+        if family == "qwen3_5_moe_text":  # as published: all experts in one tensor
+            experts, width = config["num_experts"], config["moe_intermediate_size"]
+            normal(f"{place}mlp.gate.weight", experts, d, stddev=2 * d**-0.5)
+            normal(f"{place}mlp.shared_expert_gate.weight", 1, d, stddev=2 * d**-0.5)
+            of_experts = f"{place}mlp.experts."
+            normal(f"{of_experts}gate_up_proj", experts, 2 * width, d, stddev=1.2 * d**-0.5)
+            normal(f"{of_experts}down_proj", experts, d, width, stddev=1.2 * width**-0.5)
+            parts = [("mlp.shared_expert.", config["shared_expert_intermediate_size"])]
         for part, width in parts:
             product(f"{place}{part}", "gate_proj", width, d)
             product(f"{place}{part}", "up_proj", width, d)

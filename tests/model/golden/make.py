@@ -1,4 +1,5 @@
-"""Remakes the golden logits beside it, with transformers: `python tests/model/golden/make.py`.
+"""Remakes the golden logits beside it, with transformers: `python tests/model/golden/make.py`; with
+names of families, those of these.
 
 Each file holds, for a model that tests/support/tiny_models.py makes from a seed, token ids [T] and
 the float32 logits [n, V] that transformers gives at some positions [n]. Tests compare Shoal with
@@ -29,7 +30,7 @@ def main() -> None:
     import torch
     import transformers
 
-    for family in FAMILIES:
+    for family in sys.argv[1:] or FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder, family, SEED)
             model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -145,8 +145,8 @@ them."""
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes and switches of a decoder: Llama 2/3, Qwen2/2.5 (biases on q, k, v), Qwen3 (norms on q
-    and k)."""
+    """Sizes and switches of a decoder. Without any switch it is Llama 2; `families` says which of
+    them each family has."""
 
     vocab_size: int  # V
     hidden_size: int  # D

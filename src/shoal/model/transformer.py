@@ -140,9 +140,9 @@ feed-forward part; what is kept, the block's input too, is in the host's memory.
 
 Names of kept results: `kernel` are output and log-sum-exp of an attention with its own backward
 pass; `attention` are the inputs of attention, and x after it; `product` is the product of a kernel
-with an adapter; `experts` are the numbers of each token's experts, which all keep: chosen again,
-they could be others, because the logits may be rounded otherwise. On CPU `dots` is fastest: `none`
-writes and reads four times the memory (docs/LOG.md).
+with an adapter, and of experts their products with x; `experts` are the numbers of each token's
+experts, which all keep: chosen again, they could be others, because the logits may be rounded
+otherwise. On CPU `dots` is fastest: `none` writes and reads four times the memory (docs/LOG.md).
 """
 
 

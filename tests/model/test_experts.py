@@ -4,7 +4,9 @@ both forms of the products are one function."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shoal.model import experts as experts_module
+from shoal.model import grouped_gpu
 from shoal.model.activations import ACTIVATIONS
 from shoal.model.experts import (
     Form,
     _in_blocks,
     block_sizes,
-    experts_product,
     load,
     route,
 )
@@ -33,8 +36,11 @@ from shoal.model.linear import (
 from shoal.model.transformer import REMAT
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN = 13, 6, 10, 5, 2
-FORMS: tuple[Form, ...] = ("ragged", "blocks", "mixed_blocks")
+FORMS: tuple[Form, ...] = ("ragged", "triton", "blocks", "mixed_blocks")
 STEP = 1e-30
+
+# Kernels for GPUs run as plain JAX.
+experts_product = partial(experts_module.experts_product, interpret=True)
 
 
 def random_arrays(seed: int, *shape: int) -> np.ndarray:
@@ -278,6 +284,83 @@ def test_the_kernels_of_tpus_multiply_by_group(dtype: Any):
         start += size
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernels_of_gpus_multiply_by_group(dtype: str):
+    """Interpreted: sides that parts do not divide, groups without rows and of several tiles, rows
+    after the last group that are NaN."""
+    sizes = np.array([0, 3, 140, 0, 1])
+    count = sizes.sum()
+    x = random_arrays(0, count + 5, 20)
+    y = random_arrays(1, count + 5, 130)
+    x[count:] = np.nan
+    y[count:] = np.nan
+    x, y = jnp.asarray(x, dtype), jnp.asarray(y, dtype)
+    matrices = jnp.asarray(random_arrays(2, len(sizes), 20, 130), dtype)
+    tiles = grouped_gpu.tiles_of(jnp.asarray(sizes, jnp.int32), len(x), interpret=True)
+    assert tiles.size == 64 and (tiles.ends > tiles.starts).sum() == 5
+    products = grouped_gpu.product(x, matrices, tiles, jnp.float32)
+    narrow = grouped_gpu.product(x, (30 * matrices).astype(jnp.int8), tiles, jnp.float32)
+    transposed = grouped_gpu.transposed_product(y, matrices, tiles)
+    sums = grouped_gpu.outer_product(x, y, tiles, jnp.float32)
+    assert transposed.dtype == dtype and transposed.shape == x.shape
+    start = 0
+    wide_x, wide_y, wide = (np.asarray(array, np.float64) for array in (x, y, matrices))
+    integers = np.asarray((30 * matrices).astype(jnp.int8), np.float64)
+    rounding = 1e-5 if dtype == "float32" else 2**-8
+    for group, size in enumerate(sizes):
+        rows = slice(start, start + size)
+        start += size
+        np.testing.assert_allclose(products[rows], wide_x[rows] @ wide[group], atol=1e-4)
+        np.testing.assert_allclose(
+            narrow[rows], wide_x[rows] @ integers[group], rtol=1e-5, atol=0.01
+        )
+        np.testing.assert_allclose(
+            transposed[rows], wide_y[rows] @ wide[group].T, rtol=rounding, atol=1e-4
+        )
+        np.testing.assert_allclose(sums[group], wide_x[rows].T @ wide_y[rows], atol=1e-4)
+
+
+def test_the_kernels_of_gpus_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch):
+    """Interpreted: with kernels that leave out the last row of a tile, the trial says so."""
+    device = jax.devices()[0]
+    for dtype, frozen in (("float32", "float8_e4m3fn"), ("bfloat16", "int8")):
+        assert grouped_gpu.fault_on(device, dtype, frozen, interpret=True) == ""
+    tiles_of = grouped_gpu.tiles_of
+
+    def shortened(*arguments: Any) -> grouped_gpu.Tiles:
+        tiles = tiles_of(*arguments)
+        return replace(tiles, ends=tiles.ends - 1)
+
+    monkeypatch.setattr(grouped_gpu, "tiles_of", shortened)
+    grouped_gpu.fault_on.cache_clear()
+    fault = grouped_gpu.fault_on(device, "float32", "float32", interpret=True)
+    grouped_gpu.fault_on.cache_clear()
+    assert "products differ" in fault
+
+
+def test_each_kind_of_device_has_its_form():
+    found = {}
+    for platform in ("cpu", "gpu", "tpu"):
+        for name in ("sampler", "trainer"):
+            role: Any = SimpleNamespace(platform=platform, name=name)
+            found[platform, name] = experts_module.form_of(role)
+    assert found == {
+        ("cpu", "sampler"): "blocks",
+        ("cpu", "trainer"): "mixed_blocks",
+        ("gpu", "sampler"): "triton",
+        ("gpu", "trainer"): "triton",
+        ("tpu", "sampler"): "ragged",
+        ("tpu", "trainer"): "ragged",
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_groups", "size"), [(8, 128, 16), (2048, 128, 32), (32768, 128, 64)]
+)
+def test_tiles_have_the_rows_of_a_group(num_rows: int, num_groups: int, size: int):
+    assert grouped_gpu.tile_rows(num_rows, num_groups) == size
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_bfloat16_is_close_and_gradients_of_masters_are_summed_in_float32(form: Form):
     x = random_arrays(0, 64, HIDDEN)
@@ -418,9 +501,10 @@ def test_blocks_have_about_as_many_rows_as_an_expert_has_pairs():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("count", [16, 90])
-def test_a_tokens_bits_do_not_depend_on_the_other_tokens(dtype: Any, count: int):
-    """Blocks have 8 rows and 32. The token is at every place, beside others that choose as it does,
-    that fill a block before it, or that choose other experts."""
+@pytest.mark.parametrize("form", ["blocks", "triton"])
+def test_a_tokens_bits_do_not_depend_on_the_other_tokens(form: Form, dtype: Any, count: int):
+    """Blocks have 8 rows and 32, tiles 16 and 64. The token is at every place, beside others that
+    choose as it does, that fill a block before it, or that choose other experts."""
     hidden, inner, k = 24, 40, 2
     kernels = (
         jnp.asarray(random_arrays(10, EXPERTS, hidden, inner), dtype),
@@ -433,7 +517,7 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(dtype: Any, count: int)
     @jax.jit
     def program(x: jax.Array, logits: jax.Array) -> jax.Array:
         experts, weights = route(logits, k, True)
-        return experts_product(x, experts, weights, kernels, form="blocks")
+        return experts_product(x, experts, weights, kernels, form=form)
 
     results = set()
     for place in range(count):

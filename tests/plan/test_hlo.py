@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.config.sections.devices import MeshSection
 from shoal.mesh import make_mesh
 from shoal.mesh.topology import parse_topology
+from shoal.model import grouped_gpu
 from shoal.model.attention import gpu as gpu_attention
 from shoal.model.attention import tpu as tpu_attention
 from shoal.model.attention.rule import Tokens
@@ -605,6 +607,25 @@ def test_a_kernel_is_counted_by_the_share_that_is_read(platform, width):
     for share in (0.5, 0.25):
         found.append(jaxpr_flops(jaxpr, of_kernels=True, kernel_share=share))
     assert found == [share * (2 + 3 + 4) * 2 * 512 * 512 * 4 * width for share in (0.5, 0.25)]
+
+
+def test_products_by_kernels_are_counted_whatever_attention_reads():
+    """32 rows by matrices of 8 x 16; not those whose result nothing reads."""
+    shapes = (32, 8), (4, 8, 16)
+    x, matrices = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+    def product(x, matrices):
+        tiles = grouped_gpu.tiles_of(jnp.full(4, 8), 32)
+        grouped_gpu.product(x, -matrices, tiles, x.dtype)
+        return grouped_gpu.product(x, matrices, tiles, x.dtype)
+
+    def unnamed(x):  # as JAX's own kernels are
+        cost = pl.CostEstimate(flops=8, transcendentals=0, bytes_accessed=0)
+        return pl.pallas_call(lambda ref, out: None, x, cost_estimate=cost)(x)
+
+    jaxpr = jax.make_jaxpr(product)(x, matrices).jaxpr
+    assert jaxpr_flops(jaxpr, of_kernels=True, kernel_share=0.25) == 2 * 32 * 8 * 16
+    assert jaxpr_flops(jax.make_jaxpr(unnamed)(x).jaxpr, kernel_share=0.25) == 2
 
 
 def test_the_body_of_a_shard_map_counts_once_for_each_manual_part():

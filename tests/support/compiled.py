@@ -32,6 +32,8 @@ from shoal.model.architecture import Architecture
 from shoal.model.attention import gpu as gpu_attention
 from shoal.model.attention.decode_tpu import attend_pages
 from shoal.model.attention.rule import Tokens
+from shoal.model.experts import experts_product, route
+from shoal.model.linear import Quantised
 from shoal.model.transformer import Model
 from shoal.plan.hlo import Instruction, Module
 from shoal.plan.transfers import device_groups, groups_text
@@ -220,6 +222,31 @@ def compiled_kernels(device: Any, head_dim: int) -> Any:
     return traced.lower(lowering_platforms=("cuda",)).compile()
 
 
+def compiled_experts(device: Any, frozen: bool) -> Any:
+    """A layer's experts with their gradients: 1,024 tokens with 8 of 16 experts each, in bfloat16.
+    `frozen`: kernels of 8 bits, which have no gradient."""
+    where = jax.sharding.SingleDeviceSharding(device)
+
+    def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
+
+    def kernel(rows: int, columns: int) -> Any:
+        if not frozen:
+            return shape(16, rows, columns)
+        values = shape(16, rows, columns, dtype=jnp.int8)
+        return Quantised(values, shape(16, columns, dtype=jnp.float32))
+
+    def loss(x: jax.Array, logits: jax.Array, trained: Any, held: Any) -> jax.Array:
+        out = experts_product(x, *route(logits, 8, True), trained or held, form="triton")
+        return out.astype(jnp.float32).sum()
+
+    kernels = kernel(512, 256), kernel(512, 256), kernel(256, 512)
+    logits = shape(1024, 16, dtype=jnp.float32)
+    trained, held = ((), kernels) if frozen else (kernels, ())
+    traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(shape(1024, 512), logits, trained, held)
+    return traced.lower(lowering_platforms=("cuda",)).compile()
+
+
 def compiled_kernel(device: Any, width: int, dtype: Any) -> Any:
     """Decoding's kernel for TPUs: eight rows of 16 slots, prompts of 256 tokens, completions of
     512."""
@@ -344,6 +371,9 @@ def main(topology: str, program: str, *arguments: str) -> None:
         print(compiled_decode(devices, SAMPLED, 2, 2).as_text())
     elif program == "kernels":
         print(compiled_kernels(devices[0], int(arguments[0])).as_text())
+    elif program == "experts":
+        for frozen in (False, True):
+            print(compiled_experts(devices[0], frozen).as_text(), end="\f")
     elif program == "prefill of 70b":
         print(
             compiled_decode(

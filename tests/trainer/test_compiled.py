@@ -102,6 +102,21 @@ def test_the_kernels_for_gpus_fit_the_one_with_least_shared_memory():
         assert f"{name}_kernel" in text
 
 
+@pytest.mark.parametrize("topology", ["l4:1", "h200:1"])
+def test_experts_on_gpus_are_multiplied_by_kernels(topology):
+    """Which fit the least shared memory, that of an L4. No array has all 8,192 pairs of a token and
+    an expert for each expert, and kernels of 8 bits are nowhere widened as a whole."""
+    trained, frozen, _ = compiled_elsewhere(topology, "experts").split("\f")
+    for text, of_kernels in ((trained, 3), (frozen, 0)):
+        names = re.findall(r'custom-call\(.*op_name="[^"]*\b(grouped_\w+)', text)
+        # Gate and up, and the gradients of all three's rows: nothing reads the product of down.
+        assert names.count("grouped_product") == 5
+        assert names.count("grouped_outer_product") == of_kernels
+        largest = max(elements for _, elements in arrays(text))
+        assert largest <= 8192 * 512
+    assert not re.search(r"(?:bf16|f32)\[16,(?:512,256|256,512)\]", frozen)
+
+
 def test_between_products_and_attention_a_tpu_moves_nothing():
     """Three kernels, one of them again, and no array in which heads and tokens are dimensions of
     their own: on a TPU that is another order in memory, and a product that makes it takes twice as

@@ -133,6 +133,7 @@ from shoal.weights.sampler_copy import place_parameters
 from shoal.weights.source import (
     ModelSource,
     adapted,
+    check_experts,
     check_positions,
     compute_dtype,
     make_model,
@@ -556,7 +557,8 @@ class Job(StagedJob):
         """Returns the model on the devices of the trainer, or of the sampler if the command does
         not train. Side effects: prints a note if attention or decoding cannot use its kernel, and,
         for a float32 model, makes JAX multiply at full precision until the job is closed.
-        ShoalError if the requested kernel of attention cannot compute the job's longest rows."""
+        ShoalError if the requested kernel of attention cannot compute the job's longest rows, or if
+        the kernels that multiply experts do not work on this device."""
         if self.trains:
             model = trained_model(self.config_for_devices, self.model_source, self.roles)
         else:
@@ -571,6 +573,8 @@ class Job(StagedJob):
                 f"{model.role.platform.upper()} ({fault})"
             )
         sampler = model.on(self.roles.sampler)
+        for one in (model, sampler):
+            check_experts(one)
         is_without_kernel = not decodes_by_kernel(sampler) and sampler.role.platform != "cpu"
         if is_without_kernel and model.attention == "auto":
             self.console.note(f"decoding goes without its kernel: {decode_kernel_refusal(sampler)}")

@@ -5,9 +5,11 @@ with its tokens (Shazeer et al. 2017, arXiv:1701.06538).
 
 No token is dropped: an expert takes all tokens that choose it. A pair is a token and one of its
 experts; pair t * k + j is token t with its j-th expert. Pairs are sorted by expert, so that each
-expert multiplies rows that lie together. The products have three forms:
+expert multiplies rows that lie together. The products have four forms:
 
-* `ragged`, for accelerators: all experts at once by `jax.lax.ragged_dot`.
+* `ragged`, for TPUs: all experts at once by `jax.lax.ragged_dot`.
+* `triton`, for NVIDIA GPUs, where XLA's `ragged_dot` multiplies all pairs by all experts: all
+  experts at once by kernels of our own (`grouped_gpu.py`).
 * `blocks`, for CPUs, where XLA's `ragged_dot` multiplies all pairs by all experts: each expert's
   rows are cut into blocks of equally many rows, and a loop multiplies one block after the other by
   the matrices of its expert alone. Whatever the other tokens are, a token's result has the same
@@ -42,6 +44,7 @@ from shoal.mesh import Role
 from shoal.model.activations import Activation, silu_gated
 from shoal.model.linear import (
     Biased,
+    Groups,
     Weight,
     linear,
     split_of,
@@ -54,15 +57,30 @@ Kernels: TypeAlias = tuple[Weight, Weight, Weight]
 """The weights of all experts, gate[E, D, F], up[E, D, F] and down[E, F, D]: of any kind, each array
 with E in front."""
 
-Form: TypeAlias = Literal["ragged", "blocks", "mixed_blocks"]
+Form: TypeAlias = Literal["ragged", "triton", "blocks", "mixed_blocks"]
 """How the products are computed, see the module's head."""
 
 
 def form_of(role: Role) -> Form:
     """Returns the form of the products on the devices of a role."""
+    if role.platform == "gpu":
+        return "triton"
     if role.platform != "cpu":
         return "ragged"
     return "blocks" if role.name == "sampler" else "mixed_blocks"
+
+
+def kernel_fault(role: Role, dtype: str, frozen: str) -> str:
+    """Returns why the kernels that multiply experts do not work on the devices of a role; "" if
+    they work, if this role has none, or if none of its devices is in this process. `dtype` is the
+    computation's type, `frozen` that of frozen experts. Runs the kernels once in each process to
+    find out. Never call this inside of a compiled function."""
+    devices = set(role.mesh.devices.flat) & set(jax.local_devices())
+    if form_of(role) != "triton" or not devices:
+        return ""
+    from shoal.model.grouped_gpu import fault_on  # Pallas takes a second to import
+
+    return fault_on(min(devices, key=lambda device: device.id), dtype, frozen)
 
 
 def route(
@@ -195,21 +213,29 @@ def experts_product(
     activation: Activation = silu_gated,
     form: Form = "ragged",
     keeps: bool = True,
+    interpret: bool = False,
 ) -> jax.Array:
     """Computes the sum of each token's experts, x[T, D] -> [T, D], of experts int32[T, k] with
     weights float32[T, k]; see the module's head for the equation and the forms.
 
     A number outside 0 to E - 1 stands for an expert that is not here: it adds nothing, costs
-    nothing in the form of blocks, and its weight gets no gradient. Gradients go to x, the weights
-    and the trained parts of the kernels; those of kernels are summed in float32 (of plain ones in
-    `ragged` in their own type). `keeps`: True if the products of gate and up are what
-    `model.remat=dots` keeps for the backward pass.
+    nothing in the forms of kernels and blocks, and its weight gets no gradient. Gradients go to x,
+    the weights and the trained parts of the kernels; those of kernels are summed in float32 (of
+    plain ones in `ragged` in their own type). `keeps`: True if the products of gate and up are what
+    `model.remat=dots` keeps for the backward pass. `interpret` runs the kernels of `triton` as
+    plain JAX, on any device, for tests.
     """
     kept_name = "product" if keeps else "experts"
-    if form != "ragged":
+    if form in ("blocks", "mixed_blocks"):
         is_mixed = form == "mixed_blocks"
         return _by_blocks(activation, is_mixed, kept_name, x, experts, weights, kernels)
-    return _by_ragged_products(activation, kept_name, x, experts, weights, kernels)
+    order, sizes = _sorted_by_expert(experts, _num_experts(kernels))
+    groups = Groups(sizes)
+    if form == "triton":
+        from shoal.model.grouped_gpu import tiles_of  # Pallas takes a second to import
+
+        groups = Groups(sizes, tiles_of(sizes, order.size, interpret))
+    return _by_group(activation, kept_name, x, experts, weights, kernels, order, groups)
 
 
 def _num_experts(kernels: Kernels) -> int:
@@ -272,7 +298,7 @@ def _summed_by_token(results: jax.Array, rows: Rows) -> jax.Array:
     return total.astype(results.dtype)
 
 
-# The form for accelerators
+# The forms for accelerators
 
 
 @jax.custom_vjp
@@ -312,28 +338,30 @@ def _to_tokens_backward(rows: Rows, gradient: jax.Array) -> tuple[jax.Array, Non
 _to_tokens.defvjp(_to_tokens_forward, _to_tokens_backward)
 
 
-def _by_ragged_products(
+def _by_group(
     activation: Activation,
     kept_name: str,
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
     kernels: Kernels,
+    order: jax.Array,
+    groups: Groups,
 ) -> jax.Array:
-    """Computes `experts_product` for all experts at once, by products with group sizes. What it
-    keeps for the backward pass has the name `kept_name`."""
+    """Computes `experts_product` for all experts at once, by products with groups: the pairs in
+    `order`, as `_sorted_by_expert` returns it. What it keeps for the backward pass has the name
+    `kept_name`."""
     gate, up, down = kernels
-    order, sizes = _sorted_by_expert(experts, _num_experts(kernels))
-    is_here = jnp.arange(order.size) < sizes.sum()
+    is_here = jnp.arange(order.size) < groups.sizes.sum()
     pairs = jnp.where(is_here, order, order.size)
     rows = Rows(pairs, _places_of(pairs, experts.shape))
     kept = partial(checkpoint_name, name=kept_name)
     # The tokens' rows twice: compilers compute them once, and the gradients of both products are
     # summed by token, not once more before that as rows.
-    of_gate = kept(linear(gate, _to_rows(x, rows), group_sizes=sizes))
-    of_up = kept(linear(up, _to_rows(x, rows), group_sizes=sizes))
+    of_gate = kept(linear(gate, _to_rows(x, rows), groups=groups))
+    of_up = kept(linear(up, _to_rows(x, rows), groups=groups))
     factors = _to_rows(weights.reshape(-1), rows.of_pairs)
-    results = weighted_linear(down, activation(of_gate, of_up), factors, sizes)
+    results = weighted_linear(down, activation(of_gate, of_up), factors, groups)
     return _to_tokens(results, rows)
 
 

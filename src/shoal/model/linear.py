@@ -64,63 +64,76 @@ class Cast:
 Weight: TypeAlias = "jax.Array | Biased | Adapted | Quantised | Cast"
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Groups:
+    """Which of E matrices multiplies each of M sorted rows: of the first sizes[0] rows matrix 0, of
+    the next sizes[1] matrix 1, and so on. The sizes may sum up to less than M."""
+
+    sizes: jax.Array  # int32[E]
+    # On NVIDIA GPUs the same as `grouped_gpu.Tiles`, whose kernels then multiply; None elsewhere.
+    tiles: Any = None
+
+
 QUANTISED = {"none": "", "int8": "int8", "fp8": "float8_e4m3fn"}
 """The type of quantised weights for each value of `model.quantise`."""
 
 
 def linear(
-    weight: Weight, x: jax.Array, out_dtype: Any = None, group_sizes: jax.Array | None = None
+    weight: Weight, x: jax.Array, out_dtype: Any = None, groups: Groups | None = None
 ) -> jax.Array:
     """Computes x[..., in] times a weight of any kind -> [..., out], with its bias and its adapter's
     change added if it has them. The weight is cast to x's type, unless it is a `Cast`, which was
     cast before; the result has x's type, or `out_dtype` if given.
 
-    With `group_sizes`, int32[E], the weight is a stack of E weights, each array with E in front,
-    and the rows of x[M, in] are sorted: the first group_sizes[0] of them are multiplied by weight
-    0, the next group_sizes[1] by weight 1, and so on. The sizes may sum up to less than M; results
-    of the remaining rows are undefined, and the rows have no part in the weights' gradients.
+    With `groups` the weight is a stack of E weights, each array with E in front, and the rows of
+    x[M, in] are sorted: each is multiplied by its group's weight. Results of rows that are in no
+    group are undefined, and the rows have no part in the weights' gradients.
     """
     product: jax.Array
     if isinstance(weight, Biased):
-        product = linear(weight.kernel, x, out_dtype, group_sizes)
-        return product + _bias_of_rows(weight.bias, product, group_sizes)
+        product = linear(weight.kernel, x, out_dtype, groups)
+        return product + _bias_of_rows(weight.bias, product, groups)
     if isinstance(weight, Adapted):
         pair = (weight.a, weight.b)
-        product = adapted_product(weight.scale, out_dtype, x, weight.kernel, pair, group_sizes)
+        product = adapted_product(weight.scale, out_dtype, x, weight.kernel, pair, groups)
         return checkpoint_name(product, "product")
     if isinstance(weight, Quantised):
         # Without a barrier XLA for GPU widens the values of all layers at the start of a token,
         # because widening waits for nothing.
         values, x = jax.lax.optimization_barrier((weight.values, x))
-        product = linear(values, x, out_dtype, group_sizes)
-        if group_sizes is None:
+        product = linear(values, x, out_dtype, groups)
+        if groups is None:
             return product * weight.scale.astype(product.dtype)
-        scale: jax.Array = _vector_of_rows(weight.scale, group_sizes, len(x), product.dtype)
+        scale: jax.Array = _vector_of_rows(weight.scale, groups.sizes, len(x), product.dtype)
         return product * scale
     # Flattened to two dimensions: on CPU the weight's gradient over several batch dimensions is a
     # fifth slower.
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(weight, Cast):
         product = cast_product(
-            flat, weight.kernel, weight.master, out_dtype, weight.reduce_dtype, group_sizes
+            flat, weight.kernel, weight.master, out_dtype, weight.reduce_dtype, groups
         )
-    elif group_sizes is None and out_dtype in (None, x.dtype):
+    elif groups is None and out_dtype in (None, x.dtype):
         product = jnp.matmul(flat, weight.astype(x.dtype))
+    elif groups is not None and groups.tiles is not None and weight.dtype.itemsize == 1:
+        # The kernels for GPUs widen what they load.
+        product = cast_product(flat, weight, None, out_dtype, None, groups)
     else:
-        product = cast_product(flat, weight.astype(x.dtype), None, out_dtype, None, group_sizes)
+        product = cast_product(flat, weight.astype(x.dtype), None, out_dtype, None, groups)
     return product.reshape((*x.shape[:-1], -1))
 
 
 def weighted_linear(
-    weight: Weight, x: jax.Array, factors: jax.Array, group_sizes: jax.Array | None = None
+    weight: Weight, x: jax.Array, factors: jax.Array, groups: Groups | None = None
 ) -> jax.Array:
     """Computes factors[...] * linear(weight, x[..., in]) -> [..., out] in x's type, with float32
     factors. They multiply x, in place of the product, which their gradient then does not need."""
     if isinstance(weight, Biased):
-        product = weighted_linear(weight.kernel, x, factors, group_sizes)
-        bias = _bias_of_rows(weight.bias, product, group_sizes)
+        product = weighted_linear(weight.kernel, x, factors, groups)
+        bias = _bias_of_rows(weight.bias, product, groups)
         return product + _multiplied(bias, factors)
-    return linear(weight, _multiplied(x, factors), group_sizes=group_sizes)
+    return linear(weight, _multiplied(x, factors), groups=groups)
 
 
 def _multiplied(x: jax.Array, factors: jax.Array) -> jax.Array:
@@ -165,14 +178,14 @@ def split_of(weight: Weight, experts: Any, rows: Any, columns: Any) -> Any:
     return matrix
 
 
-def _matmul(
-    x: jax.Array, kernel: jax.Array, out_dtype: Any, group_sizes: jax.Array | None
-) -> jax.Array:
-    """Computes x[..., M, in] times kernel[..., in, out]; or, with group sizes, the rows of x[M, in]
+def _matmul(x: jax.Array, kernel: jax.Array, out_dtype: Any, groups: Groups | None) -> jax.Array:
+    """Computes x[..., M, in] times kernel[..., in, out]; or, with groups, the rows of x[M, in]
     times the matrices of their groups in kernel[E, in, out]."""
-    if group_sizes is None:
+    if groups is None:
         return jnp.matmul(x, kernel, preferred_element_type=out_dtype)
-    return jax.lax.ragged_dot(x, kernel, group_sizes, preferred_element_type=out_dtype)
+    if groups.tiles is not None:
+        return _kernels_of_gpu().product(x, kernel, groups.tiles, out_dtype or x.dtype)
+    return jax.lax.ragged_dot(x, kernel, groups.sizes, preferred_element_type=out_dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -182,12 +195,12 @@ def cast_product(
     master: jax.Array | None,
     out_dtype: Any,
     reduce_dtype: Any,
-    group_sizes: jax.Array | None = None,
+    groups: Groups | None = None,
 ) -> jax.Array:
-    """Computes x[..., T, in] times the kernel[..., in, out] of a `Cast`, or, with group sizes, the
+    """Computes x[..., T, in] times the kernel[..., in, out] of a `Cast`, or, with groups, the
     product of `linear` with kernel[E, in, out]. The gradient goes to `master`; if that is None, to
-    the kernel."""
-    return _matmul(x, kernel, out_dtype, group_sizes)
+    the kernel, unless it has one byte an element."""
+    return _matmul(x, kernel, out_dtype, groups)
 
 
 def _cast_product_forward(
@@ -196,11 +209,11 @@ def _cast_product_forward(
     master: jax.Array | None,
     out_dtype: Any,
     reduce_dtype: Any,
-    group_sizes: jax.Array | None,
+    groups: Groups | None,
 ) -> tuple[jax.Array, Any]:
     # Not `cast_product` again: no policy of `jax.checkpoint` looks into a custom_vjp, so none would
     # keep the product.
-    return _matmul(x, kernel, out_dtype, group_sizes), (x, kernel, group_sizes)
+    return _matmul(x, kernel, out_dtype, groups), (x, kernel, groups)
 
 
 _OUTER_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
@@ -210,11 +223,11 @@ _OUTER_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
 )
 
 
-def _outer_by_group(
-    x: jax.Array, y: jax.Array, group_sizes: jax.Array, out_dtype: Any
-) -> jax.Array:
+def _outer_by_group(x: jax.Array, y: jax.Array, groups: Groups, out_dtype: Any) -> jax.Array:
     """Computes for each group the sum of its rows' outer products: x[M, in] and y[M, out] -> [E,
     in, out], of x's type if `out_dtype` is None."""
+    if groups.tiles is not None:
+        return _kernels_of_gpu().outer_product(x, y, groups.tiles, out_dtype or x.dtype)
 
     def of_xla(x: jax.Array, y: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot_general(
@@ -226,21 +239,23 @@ def _outer_by_group(
 
     # XLA for TPU has a kernel for products with the matrices of groups, but none for these: it
     # would multiply all rows once for each group.
-    return jax.lax.platform_dependent(x, y, group_sizes, tpu=of_kernel, default=of_xla)
+    return jax.lax.platform_dependent(x, y, groups.sizes, tpu=of_kernel, default=of_xla)
 
 
-def _matmul_transposed(x: jax.Array, kernel: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
+def _matmul_transposed(x: jax.Array, kernel: jax.Array, groups: Groups | None) -> jax.Array:
     """Computes `_matmul` with the transposes of the matrices: x[..., M, out] and kernel[..., in,
     out] -> [..., M, in]."""
-    if group_sizes is None:
+    if groups is None:
         return jnp.matmul(x, kernel.mT)
+    if groups.tiles is not None:
+        return _kernels_of_gpu().transposed_product(x, kernel, groups.tiles)
 
     def of_xla(x: jax.Array, kernel: jax.Array, group_sizes: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(x, kernel.mT, group_sizes)
 
     # XLA for TPU would write all matrices to memory once more, transposed.
     return jax.lax.platform_dependent(
-        x, kernel, group_sizes, tpu=matmul_transposed_on_tpu, default=of_xla
+        x, kernel, groups.sizes, tpu=matmul_transposed_on_tpu, default=of_xla
     )
 
 
@@ -289,25 +304,35 @@ def _kernels_of_tpu() -> Any:
     return import_module("jax.experimental.pallas.ops.tpu.megablox.gmm")
 
 
+def _kernels_of_gpu() -> Any:
+    """Returns the module of the kernels for GPUs."""
+    from shoal.model import grouped_gpu  # Pallas takes a second to import
+
+    return grouped_gpu
+
+
 def _cast_product_backward(
     out_dtype: Any, reduce_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
-    """Returns the gradients of (x, kernel, master, group sizes), the last of which is None. The
+    """Returns the gradients of (x, kernel, master, groups), the last of which is None. The
     weight's gradient is the master's, in float32, and the kernel's is None; without a master
-    (`reduce_dtype` is None) it is the reverse, in the type of the product. With x[..., T, in] the
-    result's gradient is [..., T, out], the weight's [..., in, out]. `out_dtype` is not read; it is
-    here because custom_vjp passes all static arguments."""
-    x, kernel, group_sizes = kept
+    (`reduce_dtype` is None) it is the reverse, in the type of the product. A kernel of one byte an
+    element is frozen and has none. With x[..., T, in] the result's gradient is [..., T, out], the
+    weight's [..., in, out]. `out_dtype` is not read; it is here because custom_vjp passes all
+    static arguments."""
+    x, kernel, groups = kept
     # The gradient is cast to x's type even if the product is float32 (logits): otherwise the whole
     # kernel would be converted for float32 products.
     gradient = gradient.astype(x.dtype)
     # The partitioner sums this product over devices, so the product's type is that of the
     # reduction.
-    if group_sizes is None:
+    if kernel.dtype.itemsize == 1:
+        return _matmul_transposed(gradient, kernel, groups), None, None, None
+    if groups is None:
         of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
     else:
-        of_kernel = _outer_by_group(x, gradient, group_sizes, reduce_dtype)
-    of_x = _matmul_transposed(gradient, kernel, group_sizes)
+        of_kernel = _outer_by_group(x, gradient, groups, reduce_dtype)
+    of_x = _matmul_transposed(gradient, kernel, groups)
     if reduce_dtype is None:  # without a master
         return of_x, of_kernel, None, None
     return of_x, None, of_kernel.astype(jnp.float32), None
@@ -322,15 +347,15 @@ def _adapted(
     x: jax.Array,
     kernel: Weight,
     pair: tuple[Weight, Weight],
-    group_sizes: jax.Array | None,
+    groups: Groups | None,
 ) -> jax.Array:
     """Computes the product of a kernel with an adapter, without a rule of its own for the gradient:
     x kernel + (x a) b * scale, with `pair` = (a, b); each product by groups if there are any."""
     # The adapter is never merged into the kernel, whose type would round an update's change away.
     a, b = pair
-    product = linear(kernel, x, out_dtype, group_sizes)
-    low_rank = linear(a, x, group_sizes=group_sizes) * scale
-    return product + linear(b, low_rank, out_dtype, group_sizes)
+    product = linear(kernel, x, out_dtype, groups)
+    low_rank = linear(a, x, groups=groups) * scale
+    return product + linear(b, low_rank, out_dtype, groups)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -340,15 +365,15 @@ def adapted_product(
     x: jax.Array,
     kernel: Weight,
     pair: tuple[Weight, Weight],
-    group_sizes: jax.Array | None,
+    groups: Groups | None,
 ) -> jax.Array:
     """Computes x[..., in] kernel + (x a) b * scale -> [..., out], with `pair` = (a, b); the kernel
-    is frozen and has no gradient. `group_sizes` is that of `linear`, or None.
+    is frozen and has no gradient. `groups` is that of `linear`, or None.
 
     No policy of `jax.checkpoint` looks into a custom_vjp: the sum, named `product`, is kept in
     place of its terms, and the backward pass computes only x a again, which is little.
     """
-    return _adapted(scale, out_dtype, x, kernel, pair, group_sizes)
+    return _adapted(scale, out_dtype, x, kernel, pair, groups)
 
 
 def _adapted_product_forward(
@@ -357,23 +382,23 @@ def _adapted_product_forward(
     x: jax.Array,
     kernel: Weight,
     pair: tuple[Weight, Weight],
-    group_sizes: jax.Array | None,
+    groups: Groups | None,
 ) -> tuple[jax.Array, Any]:
-    kept = (x, kernel, pair, group_sizes)
+    kept = (x, kernel, pair, groups)
     return adapted_product(scale, out_dtype, *kept), kept
 
 
 def _adapted_product_backward(
     scale: float, out_dtype: Any, kept: Any, gradient: jax.Array
 ) -> tuple:
-    """Returns the gradients of (x, kernel, the pair of the adapter's matrices, group sizes); the
-    kernel is frozen, and its gradient is None, as that of the sizes. `kept` are the arguments of
+    """Returns the gradients of (x, kernel, the pair of the adapter's matrices, groups); the
+    kernel is frozen, and its gradient is None, as that of the groups. `kept` are the arguments of
     the product."""
-    x, kernel, pair, group_sizes = kept
+    x, kernel, pair, groups = kept
 
     def of_trained(x: jax.Array, pair: tuple[Weight, Weight]) -> jax.Array:
         """Computes the product from the arguments that have a gradient."""
-        return _adapted(scale, out_dtype, x, kernel, pair, group_sizes)
+        return _adapted(scale, out_dtype, x, kernel, pair, groups)
 
     _, backward = jax.vjp(of_trained, x, pair)
     of_x, (of_a, of_b) = backward(gradient)
@@ -416,12 +441,12 @@ def quantise(kernel: jax.Array, dtype: Any) -> Quantised:
     return Quantised(values.astype(dtype), scale)
 
 
-def _bias_of_rows(bias: jax.Array, like: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
-    """Returns a bias[out] in the form of `broadcast`; or, with group sizes, of bias[E, out] that of
-    each row's group, in the type of `like`[M, out]. Its gradient is summed in float32."""
-    if group_sizes is None:
+def _bias_of_rows(bias: jax.Array, like: jax.Array, groups: Groups | None) -> jax.Array:
+    """Returns a bias[out] in the form of `broadcast`; or, with groups, of bias[E, out] that of each
+    row's group, in the type of `like`[M, out]. Its gradient is summed in float32."""
+    if groups is None:
         return broadcast(bias, like)
-    return _vector_of_rows(bias, group_sizes, len(like), like.dtype)
+    return _vector_of_rows(bias, groups.sizes, len(like), like.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -437,7 +462,8 @@ def _vector_of_rows(
 def _group_of_rows(group_sizes: jax.Array, num_rows: int) -> jax.Array:
     """Returns the number of each row's group, int32[M]; E for rows past the last group."""
     ends = jnp.cumsum(group_sizes)
-    return jnp.searchsorted(ends, jnp.arange(num_rows), side="right").astype(jnp.int32)
+    # Counted: a search would be a loop, whose turns a GPU launches one by one.
+    return (ends <= jnp.arange(num_rows)[:, None]).sum(1, dtype=jnp.int32)
 
 
 def _vector_of_rows_forward(

@@ -291,7 +291,10 @@ def jaxpr_flops(
     together. They include those that kernels declare; with `of_kernels`, they are only those.
     `assumed_trips`: rounds of `while` loops, whose number a jaxpr does not say, the outermost
     first; without it a loop counts as one round. `kernel_share`: the share of its declared cost
-    that a kernel computes. Of a condition the branch with most FLOPs counts."""
+    that a kernel of attention computes. Of a condition the branch with most FLOPs counts."""
+    read = {id(variable) for variable in jaxpr.outvars}
+    for equation in jaxpr.eqns:
+        read.update(id(variable) for variable in equation.invars)
     total = 0.0
     for equation in jaxpr.eqns:
         primitive = equation.primitive.name
@@ -300,8 +303,15 @@ def jaxpr_flops(
                 total += _product_flops(equation)
             continue
         if primitive == "pallas_call":
-            # A kernel declares the cost of all blocks of keys, but reads only a share of them.
-            total += equation.params["cost_estimate"].flops * kernel_share
+            if not any(id(variable) in read for variable in equation.outvars):
+                continue  # dead code that JAX does not remove, but compilers do
+            declared = equation.params["cost_estimate"].flops
+            name = equation.params["name"] or ""  # other people's kernels may have none
+            if name.startswith("grouped_"):  # products of experts: of all rows
+                total += declared
+            else:
+                # A kernel declares the cost of all blocks of keys, but reads only a share of them.
+                total += declared * kernel_share
             continue
         times = 1.0
         trips = assumed_trips

@@ -28,6 +28,7 @@ from shoal.mesh import Role
 from shoal.model import adapters, families
 from shoal.model.architecture import Architecture
 from shoal.model.attention.selector import kernel_fault
+from shoal.model.experts import kernel_fault as kernel_fault_of_experts
 from shoal.model.linear import QUANTISED
 from shoal.model.parameters import as_frozen, joined, quantiser
 from shoal.model.published import MODELS, check_name, model_named
@@ -667,6 +668,20 @@ def compute_dtype(name: str, platform: str) -> Any:
         # Most CPUs have no bfloat16 products: XLA converts to float32 and back, which is slower.
         name = "float32" if platform == "cpu" else "bfloat16"
     return jnp.dtype(name)
+
+
+def check_experts(model: Model) -> None:
+    """Raises ShoalError if the model has experts, and the kernels that multiply them do not work on
+    its devices: every other way there multiplies each token by all experts."""
+    if not model.architecture.experts:
+        return
+    dtype = model.dtype.name
+    fault = kernel_fault_of_experts(model.role, dtype, model.architecture.quantised or dtype)
+    if fault:
+        raise ShoalError(
+            "experts cannot be multiplied: our kernels do not work on this "
+            f"{model.role.platform.upper()} ({fault})"
+        )
 
 
 def multiply_exactly(dtype: Any, stack: ExitStack) -> None:

@@ -25,6 +25,10 @@ MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
 norm."""
 
 
+Pairs = list[tuple[str, np.ndarray, np.ndarray]]
+"""(name, the kernel's result, the reference's result) for each result."""
+
+
 Draw = Callable[..., jax.Array]
 """(*shape) -> normal random numbers on the device."""
 
@@ -157,23 +161,35 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
     """Returns what is wrong with the kernels on a device; "" if nothing is. Computed once for the
     same arguments. Raises JaxRuntimeError if the device's memory runs out, which is not cached."""
     on_tpu = device.platform == "tpu"
+
+    def trial() -> Pairs:
+        if on_tpu:
+            pairs = _row_trial_on_tpu(device, share, head_dim, dtype, interpret)
+            if head_dim % 64 == 0:
+                ours, exact = page_kernel_trial(device, share, head_dim, dtype, interpret)
+                pairs += name_results(("results in decoding",), ours, exact)
+        else:
+            pairs = _row_trial_on_gpu(device, share, head_dim, dtype, interpret)
+            if head_dim in decode_gpu.HEADS:
+                ours, exact = slot_kernel_trial(device, share, head_dim, dtype, interpret)
+                names = "results in decoding", "keys in decoding", "values in decoding"
+                pairs += name_results(names, ours, exact)
+        return pairs
+
+    return fault_of(trial, dtype)
+
+
+def fault_of(trial: Callable[[], Pairs], dtype: str) -> str:
+    """Returns what is wrong with the results of kernels that `trial` returns; "" if nothing is.
+    `dtype` is the type in which it computes them. Raises JaxRuntimeError if the device's memory
+    runs out."""
     try:
         # The precision is the model's; for float32 it is the highest, so that no rounding in the
         # reference could hide a kernel's fault.
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            if on_tpu:
-                pairs = _row_trial_on_tpu(device, share, head_dim, dtype, interpret)
-                if head_dim % 64 == 0:
-                    ours, exact = page_kernel_trial(device, share, head_dim, dtype, interpret)
-                    pairs += _name_results(("results in decoding",), ours, exact)
-            else:
-                pairs = _row_trial_on_gpu(device, share, head_dim, dtype, interpret)
-                if head_dim in decode_gpu.HEADS:
-                    ours, exact = slot_kernel_trial(device, share, head_dim, dtype, interpret)
-                    names = "results in decoding", "keys in decoding", "values in decoding"
-                    pairs += _name_results(names, ours, exact)
+            pairs = trial()
     except Exception as error:
-        # Whatever a compiler or a device raises is a fault: the model goes on without the kernels.
+        # Whatever a compiler or a device raises is a fault.
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
             raise
         return _first_line(error)
@@ -184,11 +200,7 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
     return ""
 
 
-Pairs = list[tuple[str, np.ndarray, np.ndarray]]
-"""(name, the kernel's result, the reference's result) for each result."""
-
-
-def _name_results(names: tuple[str, ...], ours: tuple, exact: tuple) -> Pairs:
+def name_results(names: tuple[str, ...], ours: tuple, exact: tuple) -> Pairs:
     """Returns each result of the kernel with its name and the reference's result, as float64."""
     pairs = []
     for name, of_kernel, of_reference in zip(names, ours, exact, strict=True):
@@ -250,7 +262,7 @@ def _row_trial_on_gpu(device: Any, share: int, head_dim: int, dtype: str, interp
 
     ours = row.results(by_kernel)
     exact = row.results(partial(attend_at_once, query=row.tokens, key=row.tokens))
-    return _name_results(_ROW_RESULTS, ours, exact)
+    return name_results(_ROW_RESULTS, ours, exact)
 
 
 def _row_trial_on_tpu(device: Any, share: int, head_dim: int, dtype: str, interpret: bool) -> Pairs:
@@ -276,4 +288,4 @@ def _row_trial_on_tpu(device: Any, share: int, head_dim: int, dtype: str, interp
     def by_reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return attend_at_once(rotate(q, cos, sin), rotate(k, cos, sin), v, row.tokens, row.tokens)
 
-    return _name_results(_ROW_RESULTS, row.results(by_kernel), row.results(by_reference))
+    return name_results(_ROW_RESULTS, row.results(by_kernel), row.results(by_reference))

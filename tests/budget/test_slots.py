@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from pods import tpu
-from small import DELTA_NET, HYBRID, PLAINEST, QWEN3, WINDOWED, roles
+from small import DELTA_NET, HYBRID, PLAINEST, QWEN3, SHARED_KEYS, WINDOWED, roles
 
 from shoal.budget.auto import free_cache_bytes, run_roles
 from shoal.budget.memory import (
@@ -25,6 +25,7 @@ from shoal.budget.memory import (
     active_parameter_count,
     bytes_per_device,
     cache_bytes,
+    input_bytes,
     param_shapes,
     parameter_count,
     sampler_items,
@@ -254,6 +255,15 @@ def test_a_slots_state_is_bounded_whatever_its_length():
     assert short == CacheBytes(256 * keys + 3 * state, 256 * keys + 3 * state)
     windowed = cache_bytes(Model(WINDOWED, roles().sampler), 256, 1024)
     assert windowed == CacheBytes((256 + 4 * 64) * keys, (1024 + 4 * 192) * keys)
+    # Of six layers two have windows and two have all keys, twice as wide; the others have no cache.
+    shared = cache_bytes(Model(SHARED_KEYS, roles().sampler), 256, 1024)
+    assert shared == CacheBytes((4 * 256 + 2 * 64) * keys, (4 * 1024 + 2 * 192) * keys)
+
+
+def _mixer(head_dim: int, keys: int = 2) -> int:
+    """Values of a token with `attention`: queries and output of four heads, keys and values, and
+    the stream."""
+    return 2 * 4 * head_dim + 2 * keys * head_dim + 32
 
 
 def test_what_an_update_stores_is_counted_by_kind_of_layer():
@@ -268,6 +278,11 @@ def test_what_an_update_stores_is_counted_by_kind_of_layer():
     kept = (2 * queries + 2 * keys + wide) + 3 * wide
     assert activation_bytes(HYBRID, 10, jnp.bfloat16, "attention") == 10 * 2 * kept
     assert activation_bytes(HYBRID, 10, jnp.bfloat16, "full") == 0
+    # Of six layers the last two have no keys; each has an embedding of its own, 4 wide.
+    layers = (_mixer(8), _mixer(16)) * 2 + (_mixer(8, keys=0), _mixer(16, keys=0))
+    assert activation_bytes(SHARED_KEYS, 10, jnp.float32, "attention") == 10 * 4 * sum(layers)
+    assert activation_bytes(SHARED_KEYS, 10, jnp.float32, "full") == 10 * 4 * 2 * 2 * (8 + 16)
+    assert input_bytes(SHARED_KEYS, 10, jnp.float32) == 10 * 4 * 6 * (wide + 4)
     # Two of six experts, whose outputs are summed; the router, and the expert of every token.
     moe = replace(
         QWEN3,

@@ -10,7 +10,7 @@ import numpy as np
 from small import LLAMA2, random_parameters, roles
 
 from shoal.model.architecture import Layer
-from shoal.model.block import LayerAux, LayerInputs
+from shoal.model.block import LayerAux, LayerInputs, SharedKeys
 from shoal.model.layers import by_layer
 from shoal.model.transformer import Model, layer_embeddings, through_layers
 
@@ -24,7 +24,7 @@ def test_each_layer_gets_its_own_inputs_in_a_scan_and_one_after_the_other():
     blocks = random_parameters(SEVERAL_RUNS).blocks
     inputs = LayerInputs(jnp.arange(1.0, 8.0))
 
-    def compute(layer, weights, x, cache, inputs):
+    def compute(layer, weights, x, cache, inputs, keys):
         """Appends the layer's digit to the number x."""
         digit = inputs.embedding * (1 if layer.window else -1)
         return 10 * x + digit, LayerAux(digit)
@@ -37,6 +37,28 @@ def test_each_layer_gets_its_own_inputs_in_a_scan_and_one_after_the_other():
     assert scanned == unrolled == np.polyval(digits, 10)
     assert [of_layer.cache for of_layer in of_scan] == digits
     assert [of_layer.cache for of_layer in aux] == digits
+
+
+def test_a_layer_gets_what_the_one_left_whose_keys_it_reads():
+    """Others leave nothing: a scan would keep the keys of all layers of a stack."""
+    shared = (replace(LOCAL, keys_of=4), replace(WHOLE, keys_of=2), replace(LOCAL, keys_of=4))
+    a = replace(SEVERAL_RUNS, num_layers=8, layers=(LOCAL, LOCAL, WHOLE, LOCAL, LOCAL, *shared))
+    model = Model(a, roles().trainer)
+    blocks = random_parameters(a).blocks
+    numbers = LayerInputs(jnp.arange(8.0))
+
+    def compute(layer, weights, x, cache, inputs, keys):
+        """Leaves the layer's number, or appends to x the one that it has got."""
+        if keys is not None:
+            return 10 * x + keys.k, LayerAux(None)
+        return x, LayerAux(None, keys=SharedKeys(inputs.embedding, None, None))
+
+    x = jnp.zeros(())
+    scanned, of_scan = through_layers(model, blocks, x, compute, inputs=numbers)
+    unrolled, _ = through_layers(model, by_layer(model, blocks), x, compute, inputs=numbers)
+    assert scanned == unrolled == 424
+    left = [number for number, of_layer in enumerate(of_scan) if of_layer.keys is not None]
+    assert left == [2, 4]
 
 
 def test_embeddings_of_layers_are_a_tables_entry_and_a_product_side_by_side():

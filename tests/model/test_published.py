@@ -23,7 +23,8 @@ def test_a_described_model_has_as_many_parameters_as_published(name):
     row = ROWS[name]
     count = 0
     for spec in jax.tree.leaves(param_specs(MODELS[name].architecture)):
-        count += math.prod(spec.shape)
+        if not spec.name.endswith("layer_scalar"):  # a buffer in transformers
+            count += math.prod(spec.shape)
     assert count == row["parameters"]
     assert row["source"] and row["hub_id"].count("/") == 1
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import HYBRID, QWEN3, WINDOWED, random_parameters, roles
+from small import HYBRID, QWEN3, SHARED_KEYS, WINDOWED, random_parameters, roles
 
 from shoal import cli
 from shoal.budget import advice as advice_module
@@ -338,14 +338,15 @@ def test_of_a_deep_model_whole_patterns_are_compiled():
     assert windowed.shortened(8) == replace(windowed, num_layers=8)
     with pytest.raises(ValueError, match="no whole patterns make 7 of 17 layers"):
         windowed.shortened(7)
-    # Layers that read another's keys read those of the same one, with its new number.
+    # Layers that read another's keys read those of the same one, with its new number. Those whose
+    # keys are read stay: of the pattern three repetitions are whole without them.
     local, whole = Layer(window=16), Layer()
     shared = replace(local, keys_of=10)
     kinds = (*(local, local, whole) * 4, shared, shared, replace(whole, keys_of=11))
     sharing = replace(SMALL, num_layers=15, layers=kinds)
-    few = sharing.shortened(6)
-    assert few.layers_in_order[:3] == kinds[:3] and few.num_layers == 6
-    assert [layer.keys_of for layer in few.layers_in_order[3:]] == [1, 1, 2]
+    few = sharing.shortened(9)
+    assert few.layers_in_order[:6] == kinds[:6] and few.num_layers == 9
+    assert [layer.keys_of for layer in few.layers_in_order[6:]] == [4, 4, 5]
 
 
 def test_a_token_reads_live_keys_windows_and_states(planned_of):
@@ -363,6 +364,10 @@ def test_a_token_reads_live_keys_windows_and_states(planned_of):
     ring = (8 * 64 + 16 * 150) * keys
     engine = windowed.engines["training"]
     assert windowed._live_bytes(engine, range(5)) == pytest.approx(full + 4 * ring)
+    shared = planned_of(SHARED_KEYS, sampling=lengths)
+    # two layers with rings and two with all keys, twice as wide; of each kind one more reads them
+    engine = shared.engines["training"]
+    assert shared._live_bytes(engine, range(6)) == pytest.approx(3 * ring + 3 * 2 * full)
     # Loops over the full layer's 4 blocks of a prompt and 1 to 3 of a completion, and over 1 to 3
     # of each completion's ring; a prompt's ring is one block.
     blocks = windowed.programs()["decode"].assumed_trips[1]

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from scripts import load
+from small import SHARED_KEYS
 
 from shoal.commands.evaluate import read_in_any_form
 from shoal.mesh import peak_flops
@@ -246,7 +247,7 @@ def counted_by_kind(a: Architecture, prompt: int, completions: list[int]) -> flo
     """Token by token and layer by layer: of windows the keys in them; of a delta net the taps of
     its convolution, and for each head its state's product with the key, its change, and its
     product with the query, two operations an element each."""
-    weights = 0
+    weights = a.hidden_size * a.num_layers * a.layer_embedding_size
     for spec in jax.tree.leaves(param_specs(a).blocks):
         if spec.is_product:
             weights += int(np.prod(spec.shape))
@@ -270,9 +271,10 @@ def counted_by_kind(a: Architecture, prompt: int, completions: list[int]) -> flo
 
 
 def test_operations_of_several_kinds_of_layers_equal_those_counted_token_by_token():
-    for prompt, completions in ((1, []), (3, [1, 2]), (7, [3, 0, 11]), (0, [6])):
-        counted = counted_by_kind(KINDS, prompt, completions)
-        assert forward_flops(KINDS, prompt, completions) == counted
+    for a in (KINDS, SHARED_KEYS):
+        for prompt, completions in ((1, []), (3, [1, 2]), (7, [3, 0, 11]), (0, [6])):
+            counted = counted_by_kind(a, prompt, completions)
+            assert forward_flops(a, prompt, completions) == counted
 
 
 def test_of_experts_those_of_a_token_count():

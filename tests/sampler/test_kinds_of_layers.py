@@ -4,17 +4,21 @@ sampled has the log-probs of one pass over the whole sequence, however it came a
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from small import GEMMA, SINKS, roles
+from small import GEMMA, SHARED_KEYS, SINKS, roles
 from small_engine import SMALL, TOLERANCE, full_logits, make, prompt, request, same, text, weights
 
 from shoal.mesh import MAX_IN_FLIGHT, Role
-from shoal.model.architecture import Architecture, DeltaNet, Experts, Layer
+from shoal.model.architecture import Architecture, DeltaNet, Experts, Layer, Rotary
+from shoal.model.attention import caches as kv_caches
+from shoal.model.attention import decode_tpu, selector
 from shoal.model.attention.caches import RING_SLACK
 from shoal.model.attention.selector import attention_kind, by_pages, decode_kernel_refusal
 from shoal.model.mixing import prompt_mixing
@@ -63,9 +67,13 @@ def turn_limit(row: int, index: int, turn: int) -> int:
     return (0, 5, 33, 1)[(row + index + turn) % 4]
 
 
-def play(engine: Engine, rows: tuple[int, ...]) -> dict[Key, Completion]:
-    """Plays each completion for up to four turns, which end by a stop string, a limit or an end."""
-    requests = [in_turns(row) for row in rows]
+def play(engine: Engine, rows: tuple[int, ...], most: int = LIMIT) -> dict[Key, Completion]:
+    """Plays each completion for up to four turns, which end by a stop string, a limit or an end; of
+    up to `most` tokens."""
+    requests = []
+    for row in rows:
+        asked = in_turns(row)
+        requests.append(replace(asked, params=replace(asked.params, max_tokens=most)))
     engine.submit(requests)
     by_id = {one.id: one.noise_key.row for one in requests}
     done: dict[Key, Completion] = {}
@@ -80,7 +88,7 @@ def play(engine: Engine, rows: tuple[int, ...]) -> dict[Key, Completion]:
                 context = answer(*key, turns[key])
                 if not one.waits:
                     done[key] = one
-                elif turns[key] == 4 or len(one) + len(context) >= LIMIT - 1:
+                elif turns[key] == 4 or len(one) + len(context) >= most - 1:
                     engine.end(one.request_id, one.index)
                     done[key] = one
                 else:
@@ -163,6 +171,17 @@ def test_long_prompts_in_pieces_and_completions_beyond_the_rings(monkeypatch):
     assert found > 192  # the keys of a ring
 
 
+GEMMA4_FULL = Layer(head_dim=16, rotary=Rotary(1e6, share=0.25, over_whole_head=True))
+GEMMA4: dict[str, Any] = {
+    "activation": "gelu_tanh",
+    "norm": "weight_float32",
+    "post_norms": True,
+    "query_scale": 0.3,
+    "logit_cap": 30.0,
+    "embedding_scale": 32**0.5,
+    "v_norm": True,
+    "layer_scale": True,
+}
 OTHERS = {
     "embeddings of layers": replace(
         SMALL,
@@ -174,6 +193,23 @@ OTHERS = {
     "gemma": GEMMA,
     "windows alone": replace(SMALL, layers=(Layer(window=9),)),
     "states alone": replace(HYBRID, num_layers=2, layers=(Layer("delta_net"),)),
+    "Gemma 4's small models": replace(
+        SMALL,
+        num_layers=7,
+        layers=(
+            *(Layer(window=9), Layer(window=9), GEMMA4_FULL),
+            *(Layer(window=9, keys_of=1, intermediate_size=48),) * 3,
+            replace(GEMMA4_FULL, keys_of=2, intermediate_size=48),
+        ),
+        **GEMMA4,
+        layer_embedding_size=6,
+    ),
+    "Gemma 4's large models": replace(
+        SMALL,
+        num_layers=4,
+        layers=(Layer(window=9), replace(GEMMA4_FULL, num_kv_heads=1, values_are_keys=True)),
+        **GEMMA4,
+    ),
 }
 """Architectures by what their layers have."""
 
@@ -277,3 +313,31 @@ def test_experts_are_recorded_for_training_alone():
     (completions,) = [one for _, one in run_until_idle(engine)]
     for one in completions:
         assert one.prompt_experts is None and not one.extra
+
+
+@pytest.mark.slow
+@pytest.mark.compile_quickly(False)  # hundreds of tokens, by an interpreted kernel
+def test_keys_in_pages_are_read_by_other_layers_too(monkeypatch):
+    """As a TPU has its keys: in pages without a window, in rings with one."""
+    a = replace(SHARED_KEYS, query_scale=0.0)
+    theirs = play(engine_of(a, slots=2, siblings_per_row=1), (0, 2), most=400)
+    monkeypatch.setattr(Role, "platform", "tpu")
+
+    def decode_kernel_refusal(model: Model, layer: Layer | None = None) -> str:
+        return "it has no windows" if layer is not None and layer.window else ""
+
+    monkeypatch.setattr(selector, "decode_kernel_refusal", decode_kernel_refusal)
+    kernel = partial(decode_tpu.attend_pages, interpret=True)
+    monkeypatch.setattr(decode_tpu, "attend_pages", kernel)
+    # other sizes: else the programs of the first engine would be taken
+    engine = engine_of(a, slots=2, siblings_per_row=1, max_completion_tokens=800)
+    paged = []
+    for cache in engine.state_shapes().caches:
+        paged.append(cache is not None and kv_caches.is_paged(cache))
+    assert paged == [False, True, False, True, False, False]
+    ours = play(engine, (0, 2), most=400)
+    assert {"feed", "save", "restore"} <= {name for name, _ in engine._started}
+    assert ours.keys() == theirs.keys()
+    for key, one in theirs.items():
+        assert one.token_ids.tolist() == ours[key].token_ids.tolist()
+        assert np.abs(one.logprobs - ours[key].logprobs).max() < TOLERANCE

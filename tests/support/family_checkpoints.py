@@ -472,7 +472,7 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
     ),
     # E2B and E4B: per-layer inputs, layers that read another layer's keys, with a wider MLP
     "gemma4-small": Checkpoint(
-        query_norm=0.3,
+        query_norm=0.2,
         transformers_class="Gemma4ForConditionalGeneration",
         config=_of(
             "gemma4",
@@ -487,6 +487,12 @@ CHECKPOINTS: Mapping[str, Checkpoint] = {
         published=with_unread_keys,
         window=9,
         unused=_TOWERS,
+    ),
+    "gemma4_text-small": Checkpoint(
+        query_norm=0.3,
+        transformers_class="Gemma4ForCausalLM",
+        config=_of("gemma4_text", "Gemma4ForCausalLM", _GEMMA4_SMALL),
+        window=9,
     ),
     # 31B: full layers whose values are their keys
     "gemma4_text": Checkpoint(
@@ -536,6 +542,10 @@ SUPPORTED = (
     "gemma3",
     "gpt_oss",
     "gpt_oss-mxfp4",
+    "gemma4_text",
+    "gemma4_text-small",
+    "gemma4-small",
+    "gemma4_text-moe",
 )
 """The checkpoints that Shoal reads."""
 
@@ -612,6 +622,8 @@ def _spread(name: str, shape: tuple[int, ...]) -> float:
         factor = 2.0
     elif re.search(r"(o_proj|out_proj|down_proj)(\.weight)?$", name):
         factor = 0.3  # layers change the stream by a part of it, or rounding grows with each
+    elif name.endswith("per_layer_input_gate.weight"):
+        factor = 0.3  # it reads the stream without a norm
     return factor * shape[-1] ** -0.5
 
 

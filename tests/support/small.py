@@ -80,6 +80,23 @@ GEMMA = replace(
     logit_cap=6.0,
 )
 """Gemma 3, the last of whose layers is the first of a pattern; and a bound of the logits."""
+LOCAL = Layer(window=9)
+WIDE = Layer(head_dim=16, rotary=Rotary(1e6, share=0.25, over_whole_head=True))
+SHARED_KEYS = replace(
+    QWEN3,
+    num_layers=6,
+    layers=(
+        *(LOCAL, WIDE) * 2,
+        replace(LOCAL, keys_of=2, intermediate_size=128),
+        replace(WIDE, keys_of=3, intermediate_size=128),
+    ),
+    norm="weight_float32",
+    query_scale=0.3,
+    v_norm=True,
+    layer_embedding_size=4,
+)
+"""Gemma 4's small models: the last two layers read the keys of the two before; layers without a
+window have wider heads; each layer has embeddings of its own."""
 ON_POLICY = make_objective(AlgorithmSection())
 
 

@@ -18,6 +18,7 @@ from small import (
     ON_POLICY,
     PLAINEST,
     QWEN3,
+    SHARED_KEYS,
     batches,
     learner,
     num_compiled,
@@ -90,6 +91,7 @@ def gradient(a, parameters, batch, dtype=jnp.float32, remat="dots"):
     params=[
         pytest.param(PLAINEST, id="plainest"),
         pytest.param(FULLEST, id="fullest", marks=pytest.mark.slow),
+        pytest.param(SHARED_KEYS, id="shared keys", marks=pytest.mark.slow),
     ],
 )
 def shared_and_flattened(request):

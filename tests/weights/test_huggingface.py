@@ -27,7 +27,7 @@ from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.mesh import make_roles
 from shoal.model import families
-from shoal.model.architecture import Architecture, Layer, RopeScaling, Rotary
+from shoal.model.architecture import Architecture, Experts, Layer, RopeScaling, Rotary
 from shoal.model.families import architecture_of, config_of
 from shoal.model.parameters import initialise, param_specs
 from shoal.records import ShoalError
@@ -420,6 +420,80 @@ def test_gemma_3_in_every_form(tmp_path, changes):
         (tmp_path / "config.json").write_text(json.dumps(config_of(a)))
         assert architecture_of(tmp_path) == a
         assert architecture_of(tmp_path).max_positions == 131072
+
+
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "layer_types": [LAYERS[1], LAYERS[0]] * 3,
+    "sliding_window": 16,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+GEMMA4_LOCAL = Layer(window=16, rotary=Rotary(1e4))
+GEMMA4_FULL = Layer(head_dim=512, rotary=Rotary(1e6, share=0.25, over_whole_head=True))
+
+
+def test_gemma_4_in_every_form(tmp_path):
+    """As published, and as transformers saves it: with the sizes of single layers."""
+    saved = {"global_head_dim": None, "per_layer_config": {}}
+    for number in ("1", "3", "5"):
+        saved["per_layer_config"][number] = {"head_dim": 512}
+    for changes in ({}, saved, {"layer_types": [*GEMMA4["layer_types"][:5], LAYERS[1]]}):
+        (tmp_path / "config.json").write_text(json.dumps({**GEMMA4, **changes}))
+        a = architecture_of(tmp_path)
+        assert a.layers_in_order[:4] == (GEMMA4_LOCAL, GEMMA4_FULL) * 2
+        local = replace(GEMMA4_LOCAL, keys_of=2, intermediate_size=2 * 9216)
+        # the last layer has no window, whatever the file says
+        full = replace(GEMMA4_FULL, keys_of=3, intermediate_size=2 * 9216)
+        assert a.layers_in_order[4:] == (local, full)
+        assert a.layer_embedding_size == 256 and a.query_scale == 1.0
+        (tmp_path / "config.json").write_text(json.dumps(config_of(a)))
+        assert architecture_of(tmp_path) == a
+
+
+def test_values_are_keys_in_gemma_4_where_the_file_says_so(tmp_path):
+    changes = {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0}
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA4, **changes}))
+    a = architecture_of(tmp_path)
+    assert a.layers == (GEMMA4_LOCAL, replace(GEMMA4_FULL, num_kv_heads=2, values_are_keys=True))
+    assert config_of(a)["num_global_key_value_heads"] == 2
+
+
+def test_experts_stand_beside_the_mlp_in_gemma_4_where_the_file_says_so(tmp_path):
+    sizes = {"num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24}
+    for is_on in (True, False):
+        config = {**GEMMA4, **sizes, "enable_moe_block": is_on}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        a = architecture_of(tmp_path)
+        assert {layer.feed_forward for layer in a.layers} == {"mlp+experts" if is_on else "mlp"}
+        assert a.experts == (Experts(8, 3, 24, files="fused") if is_on else None)
+        (tmp_path / "config.json").write_text(json.dumps(config_of(a)))
+        assert architecture_of(tmp_path) == a
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"num_kv_shared_layers": 5},
+            "num_kv_shared_layers is 5, but no layer before these has full_attention",
+        ),
+        ({"per_layer_config": {"1": {"sliding_window": 8}}}, "has sliding_window for layer 1"),
+        ({"per_layer_config": {"1": {"num_key_value_heads": 3}}}, "3 key/value heads of layer 1"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+        ({"vocab_size_per_layer_input": 8}, "vocab_size_per_layer_input is 8"),
+        ({"enable_moe_block": True}, "num_experts is missing; expected 1 or more"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5},
+            "top_k_experts is 5; expected num_experts=4 at most",
+        ),
+    ],
+)
+def test_what_is_not_computed_of_gemma_4_is_refused(tmp_path, changes, said):
+    (tmp_path / "config.json").write_text(json.dumps({**GEMMA4, **changes}))
+    with pytest.raises(ShoalError, match=re.escape(said)):
+        architecture_of(tmp_path)
 
 
 def test_a_head_of_a_model_for_images_is_tied_as_the_whole_model_says(tmp_path):

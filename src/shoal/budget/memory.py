@@ -314,7 +314,11 @@ def activation_bytes(
             # What experts add to the stream is summed by token, and not kept for each expert.
             if kernel.num_experts == 1 or kernel.axes[-1] != "embed":
                 elements_of_a_token += active_size(a, kernel) // kernel.shape[-2]
-    elif remat != "full":
+    elif remat == "full":
+        # The keys and values that other layers read: they go from one layer to others.
+        for number in a.read_layers:
+            elements_of_a_token += _key_elements(a, a.layer(number))
+    else:
         # `attention` and `offload`
         elements_of_a_token = sum(_mixer_elements(a, layer) for layer in a.layers_in_order)
     return int(elements_of_a_token * tokens * jnp.dtype(dtype).itemsize)
@@ -326,14 +330,22 @@ def _mixer_elements(a: Architecture, layer: Layer) -> int:
     if layer.mixer != "attention":
         return a.hidden_size
     queries = a.num_heads * a.head_dim_of(layer)
-    keys_and_values = 2 * a.kv_heads_of(layer) * a.head_dim_of(layer)
-    return 2 * queries + keys_and_values + a.hidden_size
+    return 2 * queries + _key_elements(a, layer) + a.hidden_size
+
+
+def _key_elements(a: Architecture, layer: Layer) -> int:
+    """Returns the elements of a token's keys and values in a kind of layer with attention: 0 if it
+    reads those of another layer."""
+    if layer.keys_of is not None:
+        return 0
+    return 2 * a.kv_heads_of(layer) * a.head_dim_of(layer)
 
 
 def input_bytes(a: Architecture, tokens: float, dtype: Any) -> int:
     """Returns the bytes of all layers' inputs for `tokens` tokens, which are saved for the backward
-    pass whatever `model.remat` is."""
-    return round(a.num_layers * a.hidden_size * tokens * jnp.dtype(dtype).itemsize)
+    pass whatever `model.remat` is: the hidden states, and each layer's own embeddings."""
+    elements_of_a_token = a.num_layers * (a.hidden_size + a.layer_embedding_size)
+    return round(elements_of_a_token * tokens * jnp.dtype(dtype).itemsize)
 
 
 def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
@@ -352,7 +364,7 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
     total = weights + max(of_layers) + input_bytes(a, tokens, dtype) + logits
     total += round(tokens * _passing_bytes(a, role, itemsize))
     if role.context > 1:  # keys, values and hidden states are gathered for whole rows
-        of_keys = [2 * a.kv_heads_of(layer) * a.head_dim_of(layer) for layer in a.kinds]
+        of_keys = [_key_elements(a, layer) for layer in a.kinds]
         width = a.hidden_size + max(of_keys)
         total += tokens * role.context * 2 * width * itemsize
     return total

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,11 @@ class Layer:
     head_dim: int = 0
     # True: there is no product for values; they are the product for keys, before norm and rotation.
     values_are_keys: bool = False
-    # The layer has no keys and values of its own: it reads those of the layer with this number.
+    # The layer has no keys and values of its own: it reads those of the layer with this number,
+    # an earlier one, which has the same window, rotary positions and heads.
     keys_of: int | None = None
     intermediate_size: int = 0
-    # Its feed-forward part: a gated MLP, experts, or the sum of both.
+    # Its feed-forward part: a gated MLP, experts, or the sum of both, with norms of each (Gemma 4).
     feed_forward: Literal["mlp", "experts", "mlp+experts"] = "mlp"
 
 
@@ -185,7 +186,7 @@ class Architecture:
     logit_cap: float = 0.0  # the same for logits
     embedding_scale: float = 1.0
     v_norm: bool = False  # values have a norm, without a weight
-    layer_scale: bool = False  # each layer's output is multiplied by a frozen number
+    layer_scale: bool = False  # each layer's output is multiplied by a number, which stays
     # Width of an embedding that each layer has for itself (Gemma 4); 0: none.
     layer_embedding_size: int = 0
     # the type of the weights of frozen products; "": like all others
@@ -269,14 +270,28 @@ class Architecture:
         return tuple(dict.fromkeys(self.layers_in_order))
 
     @cached_property
+    def read_layers(self) -> frozenset[int]:
+        """The numbers of the layers whose keys and values other layers read."""
+        return frozenset(layer.keys_of for layer in self.kinds if layer.keys_of is not None)
+
+    @cached_property
+    def marked_layers(self) -> tuple[tuple[Layer, bool], ...]:
+        """(kind of the layer, whether other layers read its keys) of each layer."""
+        marked = []
+        for number, layer in enumerate(self.layers_in_order):
+            marked.append((layer, number in self.read_layers))
+        return tuple(marked)
+
+    @cached_property
     def runs(self) -> tuple[tuple[Stack, ...], ...]:
         """The layers in runs, each of which is scanned: a pattern of kinds that repeats. A run has
         a stack for each place in its pattern, all with equally many layers.
 
         Found from the first layer on: the pattern whose repetitions have most layers; of several,
-        the shortest. Layers that repeat nothing are a run of their own.
+        the shortest. Layers that repeat nothing are a run of their own, and so is each layer whose
+        keys others read: a scan would keep the keys of all layers of its stack.
         """
-        kinds = self.layers_in_order
+        kinds = self.marked_layers
         runs = []
         start = 0
         while start < self.num_layers:
@@ -284,7 +299,7 @@ class Architecture:
             stop = start + length * repeats
             stacks = []
             for place in range(start, start + length):
-                stacks.append(Stack(kinds[place], range(place, stop, length)))
+                stacks.append(Stack(self.layer(place), range(place, stop, length)))
             runs.append(tuple(stacks))
             start = stop
         return tuple(runs)
@@ -332,7 +347,7 @@ class Architecture:
         return replace(self, adapter=None)
 
 
-def _longest_run(kinds: Sequence[Layer]) -> tuple[int, int]:
+def _longest_run(kinds: Sequence[Any]) -> tuple[int, int]:
     """Returns (length of a pattern, how often it repeats) at the beginning of some layers:
     the pattern of at least two repetitions that covers most layers, of several the shortest; (1, 1)
     if nothing repeats.

@@ -14,7 +14,7 @@ from shoal.model.activations import ACTIVATIONS
 from shoal.model.architecture import Layer
 from shoal.model.compiler_habits import Habits, gated, habits_of, split_product
 from shoal.model.experts import experts_of_rows, route
-from shoal.model.linear import Cast, linear
+from shoal.model.linear import Cast, broadcast, linear
 from shoal.model.norms import layer_norm
 from shoal.model.parameters import Block, ExpertWeights, LayerInputWeights
 from shoal.model.recurrence import delta_net
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 AttentionFn = Callable[..., tuple[jax.Array, Any]]
 """(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer, sinks[H] or None) -> (out[R, T,
 H, A], new cache). An AttentionFn with a true attribute `rotates` rotates q and k itself: it gets
-both without rotary positions, and as `rope` what `rotary` returns."""
+both without rotary positions, and as `rope` what `rotary` returns.
+
+For a layer that reads another layer's keys it gets what that layer left (`SharedKeys`), and its new
+cache is dropped. k and v are None if the cache has them already."""
 
 RecurrenceFn = Callable[..., tuple[jax.Array, Any]]
 """(inputs: `DeltaNetInputs` of [R, T] tokens, convolution[C, 1, size], cache of the layer) ->
@@ -61,6 +64,15 @@ class LayerInputs(NamedTuple):
 NO_INPUTS = LayerInputs()
 
 
+class SharedKeys(NamedTuple):
+    """What the attention of a layer leaves for layers that read its keys: in a pass without caches
+    the keys and values, else the new cache."""
+
+    k: Any  # [R, T, K, A], as attention got them; None if there is a cache
+    v: Any
+    cache: Any
+
+
 class LayerAux(NamedTuple):
     """What a layer returns next to its output."""
 
@@ -69,6 +81,8 @@ class LayerAux(NamedTuple):
     # int32[R, T]: how many of the experts that a token was given the router would not have chosen;
     # None if none were given
     rerouted: Any = None
+    # None of a layer that reads other layers' keys, or has none
+    keys: SharedKeys | None = None
 
 
 def block(
@@ -81,19 +95,24 @@ def block(
     mixing: Mixing,
     cache: Any,
     inputs: LayerInputs = NO_INPUTS,
+    keys: SharedKeys | None = None,
 ) -> tuple[jax.Array, LayerAux]:
     """Computes one layer of the kind `layer` with the weights `w`: x[R, T, D] -> (x[R, T, D],
     `LayerAux`). `rope` are the angles of `rotary`, for all kinds of layers; `cache` is passed to
     the layer's attention or recurrence, and what that returns as the new cache is returned. A layer
-    with a cache is compiled as one that decodes (`habits_of`). `inputs` are the layer's own."""
-    habits = habits_of(model, is_decoding=cache is not None)
+    with a cache is compiled as one that decodes (`habits_of`). `inputs` are the layer's own;
+    `keys` what the layer left whose keys this one reads, if it has none of its own."""
+    read_cache = cache if keys is None else keys.cache
+    habits = habits_of(model, is_decoding=read_cache is not None)
     norm = partial(layer_norm, model)
     kept = partial(checkpoint_name, name="attention")
     x = checkpoint_name(x, "input")
     h = habits.normed(norm(x, w.attention_norm))
+    left: SharedKeys | None = None
     if layer.mixer == "attention":
         own_rope = rope[model.architecture.rotary_index(layer)]
-        mixed, cache = _attend(model, layer, w, h, own_rope, mixing.attention(layer), cache, habits)
+        attention = mixing.attention(layer)
+        mixed, cache, left = _attend(model, layer, w, h, own_rope, attention, cache, keys, habits)
     else:
         mixed, cache = delta_net(model, w.delta_net, h, mixing.recurrence(layer), cache)
     if w.post_attention_norm is not None:
@@ -105,8 +124,10 @@ def block(
     rerouted = None
     if w.down is not None:
         out = _feed_forward(model, w, h, habits)
-    if w.experts is not None:
-        of_experts, experts, rerouted = _of_experts(model, w.experts, h, inputs.experts)
+    if layer.feed_forward == "mlp+experts":
+        out, experts, rerouted = _with_experts_beside(model, w.experts, x, out, inputs.experts)
+    elif w.experts is not None:
+        of_experts, experts, rerouted = _of_experts(model, w.experts, h, h, inputs.experts)
         if w.experts.shared_gate is not None:
             out = out * jax.nn.sigmoid(linear(w.experts.shared_gate, h))
         out = of_experts if out is None else out + of_experts
@@ -115,7 +136,10 @@ def block(
     x = x + out
     if w.layer_input is not None:
         x = x + _of_layer_input(model, w.layer_input, x, inputs.embedding)
-    return model.role.constrain(x, "rows", None, None), LayerAux(cache, experts, rerouted)
+    if w.layer_scale is not None:
+        x = x * jax.lax.stop_gradient(w.layer_scale).astype(x.dtype)
+    aux = LayerAux(cache, experts, rerouted, left)
+    return model.role.constrain(x, "rows", None, None), aux
 
 
 def _attend(
@@ -126,11 +150,13 @@ def _attend(
     rope: tuple[jax.Array, jax.Array],
     attention: AttentionFn,
     cache: Any,
+    keys: SharedKeys | None,
     habits: Habits,
-) -> tuple[jax.Array, Any]:
-    """Computes the attention of a layer with its products: h[R, T, D] -> (out[R, T, D], new cache).
-    `rope` are the (cos, sin) of this kind of layer. If the layer has fewer key/value heads than
-    `model.key_heads_of` says, k and v are repeated before `attention` gets them."""
+) -> tuple[jax.Array, Any, SharedKeys | None]:
+    """Computes the attention of a layer with its products: h[R, T, D] -> (out[R, T, D], new cache,
+    what it leaves for layers that read its keys). `rope` are the (cos, sin) of this kind of layer.
+    If the layer has fewer key/value heads than `model.key_heads_of` says, k and v are repeated
+    before `attention` gets them. `keys` are what another layer left, if this one has no keys."""
     a = model.architecture
     kept = partial(checkpoint_name, name="attention")
     q, k, v = _heads(model, layer, w, h, habits)
@@ -139,42 +165,54 @@ def _attend(
         q, gate = jnp.split(q, 2, axis=-1)
     if a.qk_norm:
         q = layer_norm(model, q, w.q_norm)
+    if a.qk_norm and keys is None:
         k = layer_norm(model, k, w.k_norm)
+    if a.v_norm and keys is None:
+        v = layer_norm(model, v, None)
     cos, sin = rope
     rotates_halves = 2 * cos.shape[-1] == q.shape[-1]
+    rotate = habits.rotate if rotates_halves else rotate_part
     if getattr(attention, "rotates", False):
-        if not rotates_halves:
+        if rotates_halves:
+            rotate = _unrotated
+        else:
             # These forms rotate the halves of a whole head: what is rotated here they get with
             # angles of 0.
-            q = rotate_part(q, cos, sin)
-            k = rotate_part(k, cos, sin)
             rope = no_rotation(cos, q.shape[-1])
         attention = partial(attention, rope=rope)
-    else:
-        rotate = habits.rotate if rotates_halves else rotate_part
-        q = rotate(q, cos, sin)
-        k = rotate(k, cos, sin)
-    # above 1 if `tensor` has more devices than the layer has key/value heads
-    repeats = model.key_heads_of(layer) // a.kv_heads_of(layer)
-    if repeats > 1:
-        k = model.role.constrain(jnp.repeat(k, repeats, axis=-2), "rows", None, "heads", None)
-        v = model.role.constrain(jnp.repeat(v, repeats, axis=-2), "rows", None, "heads", None)
     if w.sinks is not None:
         attention = partial(attention, sinks=w.sinks)
+    q = kept(rotate(q, cos, sin))
+    left = None
     out: Any
-    out, cache = attention(kept(q), kept(k), kept(v), cache)
+    if keys is not None:
+        out, _ = attention(q, *keys)
+    else:
+        k = rotate(k, cos, sin)
+        # above 1 if `tensor` has more devices than the layer has key/value heads
+        repeats = model.key_heads_of(layer) // a.kv_heads_of(layer)
+        if repeats > 1:
+            k = model.role.constrain(jnp.repeat(k, repeats, axis=-2), "rows", None, "heads", None)
+            v = model.role.constrain(jnp.repeat(v, repeats, axis=-2), "rows", None, "heads", None)
+        k, v = kept(k), kept(v)
+        out, new_cache = attention(q, k, v, cache)
+        left = SharedKeys(k, v, None) if cache is None else SharedKeys(None, None, new_cache)
+        cache = new_cache
     if gate is not None:
         out = out * jax.nn.sigmoid(gate)
-    return linear(w.o, jax.lax.collapse(out, out.ndim - 2)), cache
+    return linear(w.o, jax.lax.collapse(out, out.ndim - 2)), cache, left
 
 
-def _heads(
-    model: Model, layer: Layer, w: Block, h: jax.Array, habits: Habits
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _unrotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    return x
+
+
+def _heads(model: Model, layer: Layer, w: Block, h: jax.Array, habits: Habits) -> tuple[Any, ...]:
     """Computes q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A] from h[R, T, D], without rotary
-    positions and norms of q and k. With an output gate q is [R, T, H, 2 A]: each head's gate stands
-    after its query."""
-    if w.k is None:  # the three weights are joined in one (`products_joined`)
+    positions and norms; k and v are None if the layer has no keys of its own. With an output gate q
+    is [R, T, H, 2 A]: each head's gate stands after its query."""
+    has_keys = layer.keys_of is None
+    if has_keys and w.k is None:  # the three weights are joined in one (`products_joined`)
         return split_product(model, layer, linear(w.q, h))
 
     rows, size, _ = h.shape
@@ -184,8 +222,10 @@ def _heads(
         return product.reshape(rows, size, -1, head_dim)
 
     q = habits.queries(linear(w.q, h))
-    k = by_head(linear(w.k, h))
-    v = by_head(linear(w.v, h))
+    k = v = None
+    if has_keys:
+        k = by_head(linear(w.k, h))
+        v = k if layer.values_are_keys else by_head(linear(w.v, h))
     if model.architecture.output_gate:
         return q.reshape(rows, size, -1, 2 * head_dim), k, v
     return by_head(q), k, v
@@ -215,24 +255,45 @@ def _of_layer_input(
     return layer_norm(model, linear(w.projection, inner), w.norm)
 
 
-def _of_experts(
-    model: Model, w: ExpertWeights, h: jax.Array, given: jax.Array | None
+def _with_experts_beside(
+    model: Model, w: ExpertWeights, x: jax.Array, of_mlp: jax.Array, given: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Computes the sum of each token's experts, without the one that every token has: h[R, T, D] ->
-    (out[R, T, D], the experts int32[R, T, k], `LayerAux.rerouted`). The router's product is summed
-    and kept in float32, as are the weights that it gives the experts. `given`[R, T, k] are those of
-    `LayerInputs.experts`."""
+    """Computes the sum of an MLP's output of_mlp[R, T, D] and of experts that read the stream x[R,
+    T, D], as transformers' Gemma4TextDecoderLayer does: (the sum, and what `_of_experts` returns
+    with it). Both have norms of their own, and so has the router."""
+    to_router = layer_norm(model, x, None) * broadcast(w.router_scale.astype(x.dtype), x)
+    to_router = to_router * jnp.asarray(model.architecture.hidden_size**-0.5, x.dtype)
+    h = layer_norm(model, x, w.norm)
+    of_experts, experts, rerouted = _of_experts(model, w, h, to_router, given)
+    of_mlp = layer_norm(model, of_mlp, w.post_mlp_norm)
+    return of_mlp + layer_norm(model, of_experts, w.post_norm), experts, rerouted
+
+
+def _of_experts(
+    model: Model,
+    w: ExpertWeights,
+    h: jax.Array,
+    to_router: jax.Array,
+    given: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Computes the sum of each token's experts, without the one that every token has: h[R, T, D]
+    and what the router reads, of the same shape -> (out[R, T, D], the experts int32[R, T, k],
+    `LayerAux.rerouted`). The router's product is summed and kept in float32, as are the weights
+    that it gives the experts. `given`[R, T, k] are those of `LayerInputs.experts`."""
     a = model.architecture
     sizes = a.experts
     assert sizes is not None, "a pattern with experts has their sizes"
-    logits = linear(w.router, h, jnp.float32)
-    experts, weights = route(logits, sizes.experts_per_token, sizes.normalise)
+    logits = linear(w.router, to_router, jnp.float32)
+    by_logits = partial(
+        route, logits, sizes.experts_per_token, sizes.normalise, expert_scale=w.expert_scale
+    )
+    experts, weights = by_logits()
     rerouted = None
     if given is not None:
         is_chosen = (given[..., None] == experts[..., None, :]).any(-1)  # [R, T, k]
         rerouted = ((given >= 0) & ~is_chosen).sum(-1, dtype=jnp.int32)
         replayed = jnp.where(given >= 0, given, experts)
-        experts, weights = route(logits, sizes.experts_per_token, sizes.normalise, experts=replayed)
+        experts, weights = by_logits(experts=replayed)
 
     activation = ACTIVATIONS[a.activation]
     out = experts_of_rows(model.role, h, experts, weights, w.kernels, activation)

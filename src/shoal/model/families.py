@@ -165,11 +165,19 @@ def _default(rope: Entries, rotary: Rotary) -> Rotary:
     return rotary
 
 
+def _proportional(rope: Entries, rotary: Rotary) -> Rotary:
+    scaling = None
+    if rope.is_set("factor") and rope.number("factor") != 1:
+        scaling = RopeScaling("linear", float(rope.number("factor")))
+    return replace(rotary, scaling=scaling, over_whole_head=True)
+
+
 ROPE_TYPES: Mapping[str, Callable[[Entries, Rotary], Rotary]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "proportional": _proportional,
 }
 """`rope_type` -> (`rope_entries`, rotary positions by theta and share alone) -> rotary positions as
 the type has them. ShoalError if a number that it needs is missing."""
@@ -496,9 +504,6 @@ def _gemma3(entries: Entries, common: Architecture) -> Architecture:
             types.append("sliding_attention" if number % step else "full_attention")
     window = Layer(window=entries.size("sliding_window"), rotary=_gemma3_window_rotary(entries))
     query_scale = float(entries.number("query_pre_attn_scalar", least=1e-9)) ** -0.5
-    logit_cap = 0.0
-    if entries.is_set("final_logit_softcapping"):
-        logit_cap = float(entries.number("final_logit_softcapping"))
     return replace(
         _attention_bias(entries, common),
         layers=window_layers(types, window, Layer()),
@@ -506,11 +511,18 @@ def _gemma3(entries: Entries, common: Architecture) -> Architecture:
         norm="one_plus_weight",
         post_norms=True,
         query_scale=0.0 if query_scale == common.head_dim**-0.5 else query_scale,
-        logit_cap=logit_cap,
+        logit_cap=_logit_cap(entries),
         embedding_scale=common.hidden_size**0.5,
         # The number is the stretched one, also with linear scaling.
         max_positions=_max_positions(entries.config, None),
     )
+
+
+def _logit_cap(entries: Entries) -> float:
+    """Reads Gemma's bound of logits; 0 if there is none."""
+    if not entries.is_set("final_logit_softcapping"):
+        return 0.0
+    return float(entries.number("final_logit_softcapping"))
 
 
 def _gemma3_window_rotary(entries: Entries) -> Rotary:
@@ -570,20 +582,22 @@ GEMMA3 = Family(
 
 
 def experts_of(
-    entries: Entries, normalise: bool, width: str = "moe_intermediate_size"
+    entries: Entries,
+    normalise: bool,
+    width: str = "moe_intermediate_size",
+    chosen: str = "num_experts_per_tok",
 ) -> Experts | None:
     """Reads the sizes of experts; None if there are none. transformers 5 calls the number of
     experts `num_local_experts` in some families' files, others `num_experts`. `width` is the entry
-    with the inner size of an expert."""
+    with the inner size of an expert, `chosen` the one with the number that a token has."""
     name = "num_local_experts" if entries.is_set("num_local_experts") else "num_experts"
     if not entries.is_set(name):
         return None
     num_experts = entries.size(name)
-    per_token = entries.size("num_experts_per_tok")
+    per_token = entries.size(chosen)
     if per_token > num_experts:
         raise ShoalError(
-            f"{entries.title('num_experts_per_tok')} is {per_token}; expected {name}="
-            f"{num_experts} at most."
+            f"{entries.title(chosen)} is {per_token}; expected {name}={num_experts} at most."
         )
     return Experts(num_experts, per_token, entries.size(width), normalise)
 
@@ -788,6 +802,183 @@ MIXTRAL = Family(
 )
 
 
+def _gemma4(entries: Entries, common: Architecture) -> Architecture:
+    """Adds what Gemma 4 has: Gemma 3's norms, with weights as they are, and norms on values; layers
+    without a window that have heads and rotary positions of their own; last layers that read the
+    keys of earlier ones; embeddings of layers; experts beside the MLP of each layer."""
+    types = entries.get("layer_types")
+    if not types:
+        types = ["full_attention"] * common.num_layers
+        for number in range(common.num_layers):
+            if (number + 1) % 6:
+                types[number] = "sliding_attention"
+    types = [*types[:-1], "full_attention"]  # the last layer, whatever the entry says
+    num_shared = entries.number("num_kv_shared_layers", whole=True)
+    first_shared = common.num_layers - num_shared
+    shared_size = 0
+    if entries.is_set("use_double_wide_mlp"):
+        shared_size = 2 * common.intermediate_size
+    layers = []
+    for number, kind in enumerate(types):
+        layer = _gemma4_layer(entries, common, number, kind)
+        if number >= first_shared:
+            own = types[: max(0, first_shared)]
+            if kind not in own:
+                raise ShoalError(
+                    f"{entries.title('num_kv_shared_layers')} is {num_shared}, but no layer before "
+                    f"these has {kind}, whose keys they would read."
+                )
+            last = len(own) - 1 - own[::-1].index(kind)
+            layer = replace(
+                layer, keys_of=last, values_are_keys=False, intermediate_size=shared_size
+            )
+        layers.append(layer)
+    layer_embedding_size = 0
+    if entries.is_set("hidden_size_per_layer_input"):
+        layer_embedding_size = entries.size("hidden_size_per_layer_input")
+        entries.check_value("vocab_size_per_layer_input", (common.vocab_size,))
+    experts = None
+    if entries.is_set("enable_moe_block"):
+        experts = experts_of(entries, normalise=True, chosen="top_k_experts")
+        if experts is None:
+            raise ShoalError(f"{entries.title('num_experts')} is missing; expected 1 or more.")
+        experts = replace(experts, files="fused")
+        layers = [replace(layer, feed_forward="mlp+experts") for layer in layers]
+    return replace(
+        _attention_bias(entries, common),
+        layers=repeating(layers),
+        experts=experts,
+        rotary_share=1.0,  # each kind of layer has its own
+        qk_norm=True,
+        v_norm=True,
+        norm="weight_float32",
+        post_norms=True,
+        query_scale=1.0,
+        logit_cap=_logit_cap(entries),
+        embedding_scale=common.hidden_size**0.5,
+        layer_scale=True,
+        layer_embedding_size=layer_embedding_size,
+        max_positions=_max_positions(entries.config, None),
+    )
+
+
+def _gemma4_layer(entries: Entries, common: Architecture, number: int, kind: str) -> Layer:
+    """Reads what Gemma 4's layer with this number and type has, if its keys are its own. Files that
+    transformers has saved name the sizes of each layer that has others than the model; published
+    files have those of all layers without a window."""
+    rotary = rotary_of(rope_entries(entries, kind))
+    if kind == "sliding_attention":
+        layer = Layer(window=entries.size("sliding_window"), rotary=rotary)
+    else:
+        layer = Layer(rotary=rotary, values_are_keys=entries.is_set("attention_k_eq_v"))
+    sizes: Mapping[str, Any] = {}
+    if entries.get("per_layer_config") is not None:
+        entries.check_type("per_layer_config", dict, "a mapping")
+        sizes = entries.get("per_layer_config").get(str(number), {})
+    elif kind == "full_attention":
+        sizes = {"head_dim": entries.get("global_head_dim")}
+        if layer.values_are_keys:
+            sizes["num_key_value_heads"] = entries.get("num_global_key_value_heads")
+    own = Entries(entries.folder, sizes, entries.inside)
+    for size in sizes:
+        if size not in ("head_dim", "num_key_value_heads"):
+            raise ShoalError(
+                f"{entries.title('per_layer_config')} has {size} for layer {number}, which is not "
+                "supported; expected head_dim and num_key_value_heads."
+            )
+    head_dim = own.size("head_dim", MOST_HEADS) if own.is_set("head_dim") else common.head_dim
+    key_heads = common.num_kv_heads
+    if own.is_set("num_key_value_heads"):
+        key_heads = own.size("num_key_value_heads", MOST_HEADS)
+    if common.num_heads % key_heads:
+        raise ShoalError(
+            f"{entries.folder}: num_attention_heads={common.num_heads} is no multiple of the "
+            f"{key_heads} key/value heads of layer {number}."
+        )
+    return replace(
+        layer,
+        # 0: as the model has
+        head_dim=0 if head_dim == common.head_dim else head_dim,
+        num_kv_heads=0 if key_heads == common.num_kv_heads else key_heads,
+    )
+
+
+def _gemma4_entries(a: Architecture) -> dict[str, Any]:
+    shared = [layer for layer in a.layers_in_order if layer.keys_of is not None]
+    full = [layer for layer in a.kinds if not layer.window]
+    rope = {}
+    for kind, layer in zip(window_types(a), a.layers_in_order, strict=True):
+        rotary = a.rotary_of(layer)
+        rope[kind] = {"rope_type": "default", "rope_theta": rotary.theta}
+        if rotary.over_whole_head:
+            rope[kind] |= {"rope_type": "proportional", "partial_rotary_factor": rotary.share}
+    entries = {
+        "attention_bias": a.qkv_bias,
+        "attention_k_eq_v": any(layer.values_are_keys for layer in full),
+        "enable_moe_block": a.experts is not None,
+        "final_logit_softcapping": a.logit_cap or None,
+        "global_head_dim": a.head_dim_of(full[-1]) if full else None,
+        "hidden_size_per_layer_input": a.layer_embedding_size,
+        "layer_types": window_types(a),
+        "max_position_embeddings": a.max_positions or 32768,
+        "num_global_key_value_heads": a.kv_heads_of(full[-1]) if full else None,
+        "num_kv_shared_layers": len(shared),
+        "rope_parameters": rope,
+        "sliding_window": largest_window(a) or 512,
+        "use_double_wide_mlp": any(layer.intermediate_size for layer in shared),
+        "vocab_size_per_layer_input": a.vocab_size,
+    }
+    if a.experts is not None:
+        entries |= {
+            "moe_intermediate_size": a.experts.intermediate_size,
+            "num_experts": a.experts.num_experts,
+            "top_k_experts": a.experts.experts_per_token,
+        }
+    return entries
+
+
+GEMMA4 = Family(
+    "Gemma4ForCausalLM",
+    _gemma4,
+    _gemma4_entries,
+    defaults={
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 256,
+        "max_position_embeddings": 131072,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "vocab_size_per_layer_input": 262144,
+    },
+    names={"hidden_act": "hidden_activation"},
+    computed={
+        "hidden_act": None,
+        "hidden_activation": ("gelu_pytorch_tanh",),
+        "partial_rotary_factor": None,
+        # only of images
+        "use_bidirectional_attention": ("vision",),
+    },
+    layer_types=_WINDOWS,
+    multimodal="gemma4",
+)
+
+
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
     "qwen2": QWEN2,
@@ -799,6 +990,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3_text": GEMMA3,
     "gpt_oss": GPT_OSS,
     "mixtral": MIXTRAL,
+    "gemma4_text": GEMMA4,
 }
 """`model_type` in config.json -> its family. `config_of` takes the first that has an
 architecture."""

@@ -30,8 +30,8 @@ GroupLengths = tuple[int, Sequence[int]]
 
 def forward_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> float:
     """Returns the operations of one forward pass over a prompt, computed once, and its completions.
-    With N the weights of the blocks' products, of experts those of k for each token, and layers of
-    attention alone:
+    With N the weights of the blocks' products and of that which makes the layers' own embeddings,
+    of experts those of k for each token, and layers of attention alone:
 
         prompt        2 N Tp            + 4 L H A Tp (Tp + 1) / 2
         completion    2 (N + D V) T     + 4 L H A (T Tp + T (T + 1) / 2)
@@ -87,7 +87,8 @@ def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> 
 
 @lru_cache
 def _block_weights(a: Architecture) -> int:
-    """Returns the number of elements of all layers' kernels that a token is multiplied by."""
+    """Returns the number of elements of all kernels but the head's that a token is multiplied
+    by."""
     return sum(active_size(a, spec) for spec in kernel_specs(a))
 
 

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Model
 
 
-def layer_norm(model: Model, x: jax.Array, weight: jax.Array) -> jax.Array:
+def layer_norm(model: Model, x: jax.Array, weight: jax.Array | None) -> jax.Array:
     """Computes a norm of the model's kind (`Architecture.norm`) over the last dimension of x, in
-    x's type."""
+    x's type; without a weight if that is None."""
     a = model.architecture
+    if weight is None:
+        return _normalised(x, a.norm_eps).astype(x.dtype)
     if a.norm == "weight":
         return rms_norm(x, weight, a.norm_eps)
     offset = 1.0 if a.norm == "one_plus_weight" else 0.0

@@ -64,6 +64,12 @@ class ExpertWeights:
     down: Any  # [E, F, D]
     # [D, 1]: the sigmoid of the product multiplies the output of the expert that every token has
     shared_gate: Any = None
+    # Of experts beside an MLP (Gemma 4): these, the MLP and the router have norms of their own.
+    norm: Any = None  # [D]
+    post_norm: Any = None  # [D]
+    post_mlp_norm: Any = None  # [D]
+    router_scale: Any = None  # [D]: of what the router reads
+    expert_scale: Any = None  # [E]: of the weights that the router gives
 
     @property
     def kernels(self) -> tuple[Any, Any, Any]:
@@ -104,6 +110,7 @@ class Block:
     delta_net: DeltaNetWeights | Any = None  # in place of q, k, v and o
     layer_input: LayerInputWeights | Any = None
     experts: ExpertWeights | Any = None  # in place of, or beside, gate, up and down
+    layer_scale: Any = None  # [1]: what the layer's output is multiplied by
 
 
 @jax.tree_util.register_dataclass
@@ -328,6 +335,7 @@ def _layer_embedding_specs(a: Architecture) -> LayerEmbedding:
             (a.hidden_size, width),
             ("embed", None),
             transposed=True,
+            is_product=True,
             name="model.per_layer_model_projection.weight",
             trained=trained,
         ),
@@ -386,6 +394,10 @@ def _stack_specs(a: Architecture, stack: Stack) -> Block:
         )
     if a.layer_embedding_size:
         block = replace(block, layer_input=_layer_input_specs(a, stack))
+    if a.layer_scale:
+        # Its gradient is 0, so that no update changes it: see `block`.
+        scale = _layer_spec(a, stack, "layer_scalar", (1,), (None,), init="ones")
+        block = replace(block, layer_scale=scale)
     if layer.mixer == "delta_net":
         return replace(block, delta_net=_delta_net_specs(a, stack))
     return replace(block, **_attention_specs(a, stack))
@@ -437,6 +449,18 @@ def _expert_specs(a: Architecture, stack: Stack) -> ExpertWeights:
             axes=("embed", None),
             bias=False,
         )
+    beside: dict[str, ParamSpec] = {}
+    if stack.layer.feed_forward == "mlp+experts":
+        norm = partial(_norm_spec, a, stack, size=hidden, axis="embed")
+        beside = {
+            "norm": norm("pre_feedforward_layernorm_2"),
+            "post_norm": norm("post_feedforward_layernorm_2"),
+            "post_mlp_norm": norm("post_feedforward_layernorm_1"),
+            "router_scale": of_layer("router.scale", (hidden,), ("embed",), init="ones"),
+            "expert_scale": of_layer(
+                "router.per_expert_scale", (sizes.num_experts,), (None,), init="ones"
+            ),
+        }
     product = partial(_product_specs, a, stack, bias=sizes.bias, experts=sizes.num_experts)
     to_inner = partial(product, rows=hidden, columns=inner, axes=("embed", "mlp"))
     return ExpertWeights(
@@ -451,6 +475,7 @@ def _expert_specs(a: Architecture, stack: Stack) -> ExpertWeights:
             scale=_output_scale(a),
         ),
         shared_gate=shared_gate,
+        **beside,
     )
 
 
@@ -719,9 +744,11 @@ def target_of(name: str) -> str:
 
 
 def kernel_specs(a: Architecture) -> list[ParamSpec]:
-    """Returns the specs of the kernels that the layers' products have, each for a stack of layers;
-    none of an adapter."""
-    return [spec for spec in jax.tree.leaves(param_specs(a.base).blocks) if spec.is_product]
+    """Returns the specs of the kernels that the layers' products have, each for a stack of layers,
+    and of that which makes the layers' own embeddings; none of an adapter."""
+    specs = param_specs(a.base)
+    leaves = jax.tree.leaves((specs.blocks, specs.layer_embedding))
+    return [spec for spec in leaves if spec.is_product]
 
 
 def active_size(a: Architecture, spec: ParamSpec) -> int:

@@ -8,7 +8,7 @@ caches. Everything else, and so every number, comes from the same code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from shoal.mesh import PINNED_HOST, Role
-from shoal.model.architecture import Architecture, Layer
+from shoal.model.architecture import Architecture, Layer, Stack
 from shoal.model.block import (
     NO_INPUTS,
     LayerAux,
     LayerInputs,
     Mixing,
+    SharedKeys,
     block,
     cast_weight,
     rounded,
@@ -162,7 +163,7 @@ def forward(
     The caches in the result are None in training, those of the prompts in a prefill, the new caches
     in decoding. `caches` has one entry a layer, or is None. `experts` are those of `LayerInputs`.
     """
-    x = embed(model, parameters.embed_tokens, tokens)
+    x = embed(model, parameters.embed_tokens, tokens, model.architecture.embedding_scale)
     embeddings = layer_embeddings(model, parameters.layer_embedding, tokens, x)
     inputs = LayerInputs(embeddings, experts)
     rope = rotary(model.architecture, positions)
@@ -175,7 +176,8 @@ def forward(
 
 
 ComputeLayer = Callable[..., tuple[jax.Array, LayerAux]]
-"""(kind of the layer, its weights, x[R, T, D], cache, its `LayerInputs`) -> (x, `LayerAux`)."""
+"""(kind of the layer, its weights, x[R, T, D], cache, its `LayerInputs`, the `SharedKeys` that it
+reads) -> (x, `LayerAux`)."""
 
 
 def through_layers(
@@ -186,10 +188,12 @@ def through_layers(
     caches: Any = None,
     kinds: Sequence[Layer] = (),
     inputs: LayerInputs = NO_INPUTS,
+    keys: SharedKeys | None = None,
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
     """Passes x[R, T, D] through layers, and returns (x, the aux of each layer). `blocks` are all
     layers of the model, or some with arrays of their own, whose kinds are then given as `kinds`.
-    `inputs` have these layers in front.
+    `inputs` have these layers in front. `keys` are what the layer left whose keys some read that
+    are given without it.
 
     Stacked layers without caches are scanned; with caches (one a layer), or if each layer has its
     own arrays, the layers are unrolled.
@@ -200,7 +204,7 @@ def through_layers(
     if isinstance(blocks, Block | Stacks) and caches is None:
         return _scanned(model, blocks, x, compute, inputs)
     kinds = kinds or model.architecture.layers_in_order
-    return _unrolled(kinds, by_layer(model, blocks), x, compute, caches, inputs)
+    return _unrolled(kinds, by_layer(model, blocks), x, compute, caches, inputs, keys)
 
 
 def _scanned(
@@ -217,16 +221,18 @@ def _scanned(
     stacks = stacked_blocks(blocks)
     specs = stacked_blocks(param_specs(a).blocks)
     by_number: dict[int, LayerAux] = {}
+    keys: dict[int, SharedKeys | None] = {}  # those that other layers read, by number
     first = 0  # number of the run's first stack
     for run in a.runs:
         of_run = slice(first, first + len(run))
-        pattern = [stack.layer for stack in run]
-        step = partial(_pattern_step, model, compute, pattern, specs[of_run])
+        step = partial(_pattern_step, model, compute, run, specs[of_run], keys)
         of_stacks = tuple(_of_layers(inputs, stack.numbers) for stack in run)
         x, aux = jax.lax.scan(step, x, (stacks[of_run], of_stacks))
         for stack, of_stack in zip(run, aux, strict=True):
             of_layers = unstacked(of_stack, len(stack.numbers))
             by_number |= zip(stack.numbers, of_layers, strict=True)
+            for number in a.read_layers.intersection(stack.numbers):
+                keys[number] = by_number[number].keys
         first += len(run)
     return x, in_order(by_number)
 
@@ -243,14 +249,15 @@ def _of_layers(inputs: LayerInputs, numbers: range) -> LayerInputs:
 def _pattern_step(
     model: Model,
     compute: ComputeLayer,
-    pattern: Sequence[Layer],
+    run: Sequence[Stack],
     specs: Sequence[Block],
+    keys: Mapping[int, SharedKeys | None],
     x: jax.Array,
     of_step: tuple[Sequence[Block], Sequence[LayerInputs]],
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
-    """Passes x through one layer of each stack of a run, which have the kinds in `pattern`: the
-    step of a scan. `specs` are those of the stacks; `of_step` are the layers' weights and
-    inputs."""
+    """Passes x through one layer of each stack of a run: the step of a scan. `specs` are those of
+    the stacks; `keys` are what earlier layers left whose keys others read; `of_step` are the
+    layers' weights and inputs."""
 
     def cast(weight: jax.Array, spec: Any) -> Any:
         """Returns a product's kernel in the form that a layer reads (`cast_weight`); any other
@@ -262,19 +269,26 @@ def _pattern_step(
         return cast_weight(model, weight, axes, spec.trained and not spec.dtype)
 
     aux = []
-    for layer, of_stack, weights, inputs in zip(pattern, specs, *of_step, strict=True):
+    read_layers = model.architecture.read_layers
+    for stack, of_stack, weights, inputs in zip(run, specs, *of_step, strict=True):
+        read_keys = None if stack.layer.keys_of is None else keys[stack.layer.keys_of]
 
         @REMAT[model.remat]
         def step(
             x: jax.Array,
             weights: Block,
             inputs: LayerInputs,
-            layer: Layer = layer,
+            keys: SharedKeys | None,
+            stack: Stack = stack,
             specs: Block = of_stack,
         ) -> tuple[jax.Array, LayerAux]:
-            return compute(layer, jax.tree.map(cast, weights, specs), x, cache=None, inputs=inputs)
+            cast_weights = jax.tree.map(cast, weights, specs)
+            x, of_this = compute(stack.layer, cast_weights, x, cache=None, inputs=inputs, keys=keys)
+            if read_layers.isdisjoint(stack.numbers):
+                of_this = of_this._replace(keys=None)
+            return x, of_this
 
-        x, of_this = step(x, weights, inputs)
+        x, of_this = step(x, weights, inputs, read_keys)
         aux.append(of_this)
     return x, tuple(aux)
 
@@ -286,23 +300,27 @@ def _unrolled(
     compute: ComputeLayer,
     caches: Any,
     inputs: LayerInputs,
+    keys: SharedKeys | None,
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
     """Passes x through layers one after the other, each compiled separately, and returns (x, the
-    aux of each layer). `caches` has one entry a layer, or is None: then each layer gets None."""
-    aux = ()
+    aux of each layer). `caches` has one entry a layer, or is None: then each layer gets None.
+    `keys` are given if these are not all layers of the model: what another layer left for them."""
+    aux: tuple[LayerAux, ...] = ()
     caches = caches or (None,) * len(layers)
     by_layer = unstacked(inputs, len(layers))
     for layer, weights, cache, own in zip(kinds, layers, caches, by_layer, strict=True):
-        x, new = compute(layer, weights, x, cache=cache, inputs=own)
+        read_keys = keys
+        if layer.keys_of is not None and keys is None:
+            read_keys = aux[layer.keys_of].keys
+        x, new = compute(layer, weights, x, cache=cache, inputs=own, keys=read_keys)
         aux += (new,)
     return x, aux
 
 
-def embed(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Looks up the embeddings of tokens[R, T] in table[V, D], times the model's scale; returns [R,
-    T, D] in the type of the computation."""
+def embed(model: Model, table: jax.Array, tokens: jax.Array, scale: float) -> jax.Array:
+    """Looks up the embeddings of tokens[R, T] in table[V, D], times `scale`; returns [R, T, D] in
+    the type of the computation."""
     constrain = model.role.constrain
-    scale = model.architecture.embedding_scale
 
     def look_up(tokens: jax.Array) -> jax.Array:
         rows = table[tokens].astype(model.dtype)  # the other way round would copy the whole table
@@ -339,8 +357,7 @@ def layer_embeddings(
         # The factor is not rounded to the values' type.
         return (values.astype(jnp.float32) * factor).astype(values.dtype)
 
-    scale = jnp.asarray(size**0.5, model.dtype)  # as that of `Architecture.embedding_scale`
-    of_tokens = by_layer(embed(model, w.tokens, tokens) * scale)
+    of_tokens = by_layer(embed(model, w.tokens, tokens, size**0.5))
     projection = cast_weight(model, w.projection, ("embed", None), a.adapter is None)
     of_stream = by_layer(scaled(linear(projection, x), a.hidden_size**-0.5))
     of_stream = layer_norm(model, of_stream, rounded(w.norm, model.dtype))

@@ -42,6 +42,7 @@ from shoal.model.attention.caches import (
     KEY_BLOCK,
     PAGE,
     RING_SLACK,
+    Cache,
     is_ring,
     keys_at_once,
     ring_size,
@@ -314,7 +315,8 @@ class PlannedJob:
             first = model.architecture.layer(by_kernel[0])
             block = PAGE if by_pages(model, first) else KEY_BLOCK
             caches = engine.state_shapes().caches
-            all_keys = bytes_per_device([caches[number] for number in by_kernel])
+            read = [_cache_read_by(model, caches, number) for number in by_kernel]
+            all_keys = bytes_per_device(read)
             found["kernel_share"] = self._live_bytes(engine, by_kernel, block) / all_keys
         return found
 
@@ -366,11 +368,8 @@ class PlannedJob:
         num_bytes = 0.0
         caches = engine.state_shapes().caches
         for number in layers:
-            cache = caches[number]
+            cache = _cache_read_by(model, caches, number)
             layer = model.architecture.layer(number)
-            if cache is None:  # its keys are another layer's, which it reads once more
-                assert layer.keys_of is not None, "only such a layer has no cache"
-                cache = caches[layer.keys_of]
             if isinstance(cache, StateCache):
                 num_bytes += bytes_per_device((cache.own_state, cache.own_tail))
                 continue
@@ -677,6 +676,13 @@ class PlannedJob:
             is_tpu=device.is_tpu,
             calibration=self.calibration,
         )
+
+
+def _cache_read_by(model: Model, caches: Sequence[Cache], number: int) -> Any:
+    """Returns the cache that the layer with this number reads: its own, or that of the layer whose
+    keys it reads."""
+    layer = model.architecture.layer(number)
+    return caches[number if layer.keys_of is None else layer.keys_of]
 
 
 _NO_TOKENIZER: Any = SimpleNamespace(eos_ids=(0,), decode=None)

@@ -22,13 +22,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.mesh import MAX_IN_FLIGHT, Program, Role
 from shoal.mesh.programs import CHUNKED_OPTIONS, SAMPLER_OPTIONS
-from shoal.model.architecture import Layer
+from shoal.model.architecture import Architecture, Layer
 from shoal.model.attention import caches as kv_caches
-from shoal.model.attention import selector
+from shoal.model.attention import decode, selector
 from shoal.model.attention.blocked import block_size
 from shoal.model.attention.caches import RING_SLACK, Cache, LayerCache
 from shoal.model.attention.selector import attention_kind, prompt_reads
-from shoal.model.block import LayerAux, LayerInputs, block
+from shoal.model.block import LayerAux, LayerInputs, SharedKeys, block
 from shoal.model.compiler_habits import products_joined
 from shoal.model.head import logits
 from shoal.model.layers import by_layer
@@ -211,33 +211,40 @@ def make_programs(
         feed = partial(_feed, records_experts=records_experts)
         programs["feed"] = jit(feed, (by_row, by_row), (layout, placed))
         return programs
-    kinds = model.architecture.kinds
     embed_specs = (by_row, by_row, by_row, by_row)
     embed_shardings = (placed, placed, placed, placed)
     embed_step = partial(_embed_by_layer, piece=piece)
     programs["embed"] = jit(embed_step, embed_specs, embed_shardings, donated=())
-    layer_specs = (by_row, by_row, by_row)
-    for number, layer in enumerate(kinds):
-        first = next(i for i in range(len(layout.caches)) if model.architecture.layer(i) == layer)
-        jit_layer = partial(
-            jit,
-            specs=layer_specs,
-            shardings=(placed, layout.caches[first : first + 1], placed),
-            donated=("x", "caches"),
-            queued=False,
-        )
-        of_layer = {"kinds": (layer,), "records_experts": records_experts}
+    layer_specs = (by_row, by_row, by_row, by_row)
+    layers = model.architecture.marked_layers
+    # of keys that layers leave for others: [R, T, K, A] of prompts, [R, K, T, A] in caches
+    of_prompts = NamedSharding(model.role.mesh, PartitionSpec(model.role.row_axes, None, "tensor"))
+    of_caches = NamedSharding(model.role.mesh, PartitionSpec(model.role.row_axes, "tensor"))
+    for number, (layer, is_read) in enumerate(_programs_of_layers(model.architecture)):
+        first = layers.index((layer, is_read))
+        cache = layout.caches[first : first + 1]
+        jit_layer = partial(jit, specs=layer_specs, donated=("x", "caches"), queued=False)
+        of_layer = {"kinds": (layer,), "records_experts": records_experts, "is_read": is_read}
         prefill = partial(_prefill_layers, piece=piece, **of_layer)
-        programs[_of_kind("prefill", number)] = jit_layer(prefill)
-        programs[_of_kind("feed", number)] = jit_layer(partial(_feed_layers, **of_layer))
+        feed = partial(_feed_layers, **of_layer)
+        shardings = placed, cache, placed
+        programs[_of_kind("prefill", number)] = jit_layer(
+            prefill, shardings=(*shardings, of_prompts)
+        )
+        programs[_of_kind("feed", number)] = jit_layer(feed, shardings=(*shardings, of_caches))
     without_caches = replace(layout, caches=())
     programs["enter"] = jit_sampling("enter", _enter_prompts, layout=without_caches)
     return programs
 
 
+def _programs_of_layers(a: Architecture) -> tuple[tuple[Layer, bool], ...]:
+    """Returns the entries of `Architecture.marked_layers` that differ: each has a program."""
+    return tuple(dict.fromkeys(a.marked_layers))
+
+
 def _of_kind(name: str, number: int) -> str:
     """Returns the name of the program that computes one layer, of the kind with this number in
-    `Architecture.kinds`: the step's name for the first kind."""
+    `_programs_of_layers`: the step's name for the first kind."""
     return f"{name} {number}" if number else name
 
 
@@ -274,13 +281,20 @@ def run_program(
     enter_inputs |= where
     caches = ()
     experts: tuple[jax.Array, ...] = ()
-    a = model.architecture
-    by_layer = zip(parameters.blocks, state.caches, inputs, strict=True)
-    for number, (weights, cache, own) in enumerate(by_layer):
-        program = programs[_of_kind(name, a.kinds.index(a.layer(number)))]
-        x, written, chosen = program((weights,), x=x, caches=(cache,), inputs=own, **shared)
+    layers = model.architecture.marked_layers
+    kinds = _programs_of_layers(model.architecture)
+    left: list[SharedKeys | None] = []
+    by_layer = zip(layers, parameters.blocks, state.caches, inputs, strict=True)
+    for marked, weights, cache, own in by_layer:
+        layer, _ = marked
+        shared_keys = None if layer.keys_of is None else left[layer.keys_of]
+        program = programs[_of_kind(name, kinds.index(marked))]
+        x, written, chosen, of_layer = program(
+            (weights,), x=x, caches=(cache,), inputs=own, shared_keys=shared_keys, **shared
+        )
         caches += written
         experts += chosen
+        left.append(of_layer)
     if name == "feed":
         return replace(state, caches=caches), experts
     # This program needs neither the layers nor the caches.
@@ -597,7 +611,7 @@ def _prefill(
     x, inputs, shared, _ = _embed(
         tables, tokens=tokens, model=model, piece=piece, length=length, rows=rows
     )
-    x, caches, experts = _prefill_layers(
+    x, caches, experts, _ = _prefill_layers(
         parameters.blocks,
         x=x,
         inputs=inputs,
@@ -658,7 +672,7 @@ def _embed(
         shared["reads"] = ()
     shared["rope"] = rotary(model.architecture, first[:, None] + jnp.arange(size))
     embed_tokens, layer_embedding = tables
-    x = embed(model, embed_tokens, tokens)
+    x = embed(model, embed_tokens, tokens, model.architecture.embedding_scale)
     inputs = LayerInputs(layer_embeddings(model, layer_embedding, tokens, x))
     # rows in front, as all that passes between programs has
     rows_first = jax.tree.map(partial(jnp.swapaxes, axis1=0, axis2=1), inputs)
@@ -692,22 +706,29 @@ def _prefill_layers(
     piece: int,
     kinds: Sequence[Layer] = (),
     records_experts: bool = False,
-) -> tuple[jax.Array, tuple[Cache, ...], tuple[jax.Array, ...]]:
+    is_read: bool = False,
+    shared_keys: SharedKeys | None = None,
+) -> tuple[jax.Array, tuple[Cache, ...], tuple[jax.Array, ...], SharedKeys | None]:
     """Runs prompts x[R, T, D] of length[R] through layers. Returns (the layers' output, the caches
     with what the prompts left written to rows[R], with `records_experts` the `_chosen_experts` of
-    these layers, else ()). `rope`, `reads` and `inputs`, those of these layers, are of `_embed`. If
-    T is more than `piece`, the layers compute the prompts in pieces of that many tokens. `kinds`
-    are those of the layers, without them those of all layers of the model."""
+    these layers, else (), and with `is_read` what the first layer leaves for others, else None).
+    `shared_keys`: what another layer left for these. `rope`, `reads` and `inputs`, those of these
+    layers, are of `_embed`. If T is more than `piece`, the layers compute the prompts in pieces of
+    that many tokens. `kinds` are those of the layers, without them those of all layers of the
+    model."""
     size = x.shape[1]
     kinds = kinds or model.architecture.layers_in_order
     compute: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
     if size <= piece:
         mixing = prompt_mixing(model, length, size, reads)
         compute = partial(block, model, rope=rope, mixing=mixing)
-    x, aux = through_layers(model, blocks, x, compute, kinds=kinds, inputs=_layers_first(inputs))
+    x, aux = through_layers(
+        model, blocks, x, compute, kinds=kinds, inputs=_layers_first(inputs), keys=shared_keys
+    )
     left = [of_layer.cache for of_layer in aux]
     experts = _chosen_experts(model, aux) if records_experts else ()
-    return x, kv_caches.write_prefixes(model, caches, left, rows, length, kinds), experts
+    caches = kv_caches.write_prefixes(model, caches, left, rows, length, kinds)
+    return x, caches, experts, aux[0].keys if is_read else None
 
 
 def _layers_first(inputs: LayerInputs) -> LayerInputs:
@@ -764,11 +785,13 @@ def _in_pieces(
     piece: int,
     cache: None,
     inputs: LayerInputs,
+    keys: SharedKeys | None,
 ) -> tuple[jax.Array, LayerAux]:
     """Computes one layer of prompts x[R, T, D] of length[R], `piece` tokens at a time; T is a
     multiple of `piece`. Returns (the layer's output, aux with (keys, values) of [R, T, K, A], or
     with the (state, tail) of a delta net, and with the tokens' experts). `inputs` are those of the
-    layer. `cache` is unused: the argument that a layer has in decoding."""
+    layer; `keys` what the layer left whose keys it reads, if it has none. `cache` is unused: the
+    argument that a layer has in decoding."""
     count, size, _ = x.shape
     longest = length.max()
     block_keys = block_size(piece, model.role.platform)
@@ -778,10 +801,13 @@ def _in_pieces(
         sizes = model.architecture.delta_net
         assert sizes is not None, "a pattern with delta nets has their sizes"
         left = empty_state(sizes, (count,), model.dtype)
+    elif keys is not None:
+        left = None
+        keys = SharedKeys(None, None, _prompt_cache(keys.k.swapaxes(1, 2), keys.v.swapaxes(1, 2)))
     else:
         head_dim = model.architecture.head_dim_of(layer)
         zeros = jnp.zeros((count, model.key_heads_of(layer), size, head_dim), model.dtype)
-        left = LayerCache(zeros, zeros, None, None)
+        left = _prompt_cache(zeros, zeros)
     experts = None
     if layer.feed_forward != "mlp":
         assert model.architecture.experts is not None
@@ -814,6 +840,7 @@ def _in_pieces(
             mixing=mixing,
             cache=left,
             inputs=own_inputs,
+            keys=keys,
         )
         next_number = number + 1
         x = jax.lax.dynamic_update_slice_in_dim(x, own, start, 1)
@@ -825,9 +852,15 @@ def _in_pieces(
     # ends is masked, like padding.
     first = jnp.int32(0), x, left, experts
     _, x, left, experts = jax.lax.while_loop(has_next, one_piece, first)
-    if isinstance(left, LayerCache):
-        left = left.prefix_k.swapaxes(1, 2), left.prefix_v.swapaxes(1, 2)
-    return x, LayerAux(left, experts)
+    if not isinstance(left, LayerCache):
+        return x, LayerAux(left, experts)
+    k, v = left.prefix_k.swapaxes(1, 2), left.prefix_v.swapaxes(1, 2)
+    return x, LayerAux((k, v), experts, keys=SharedKeys(k, v, None))
+
+
+def _prompt_cache(k: jax.Array, v: jax.Array) -> LayerCache:
+    """Returns the cache of prompts with keys and values [R, K, T, A], which have no completions."""
+    return LayerCache(k, v, None, None)
 
 
 def _join(
@@ -931,7 +964,7 @@ def _feed(
         rows=rows,
         start=start,
     )
-    _, caches, experts = _feed_layers(
+    _, caches, experts, _ = _feed_layers(
         parameters.blocks,
         x=x,
         inputs=inputs,
@@ -965,11 +998,14 @@ def _feed_layers(
     pages: jax.Array | None = None,
     kinds: Sequence[Layer] = (),
     records_experts: bool = False,
-) -> tuple[jax.Array, tuple[Cache, ...], tuple[jax.Array, ...]]:
+    is_read: bool = False,
+    shared_keys: SharedKeys | None = None,
+) -> tuple[jax.Array, tuple[Cache, ...], tuple[jax.Array, ...], SharedKeys | None]:
     """Runs context x[M, C, D] through layers. Returns (the layers' output, the caches with the
     context's keys written for the completions at rows[M], slots[M], which have start[M] tokens
-    before it, with `records_experts` the `_chosen_experts` of these layers, else ()); nothing is
-    written for a row past the end. The first count[M] tokens are real.
+    before it, with `records_experts` the `_chosen_experts` of these layers, else (), and with
+    `is_read` what the first layer leaves for others, else None). `shared_keys`: what another layer
+    left for these. Nothing is written for a row past the end. The first count[M] tokens are real.
     `rope`: the context's rotary angles. `inputs`[M, layers, C, ...]: what each layer gets of the
     context beside x. prefix_len[M]: lengths of the prompts. pages[M, T]: the pages that hold the
     completions' keys; None if keys are not stored in pages."""
@@ -979,12 +1015,18 @@ def _feed_layers(
     mixing = context_mixing(model, prefix_len, start, count)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
     compute = partial(block, model, rope=rope, mixing=mixing)
-    x, aux = through_layers(model, blocks, x, compute, read, kinds, _layers_first(inputs))
+    size = x.shape[1]
+    x, aux = through_layers(
+        model, blocks, x, compute, read, kinds, _layers_first(inputs), shared_keys
+    )
     written = []
-    for cache, of_layer in zip(caches, aux, strict=True):
-        written.append(_write_context(cache, of_layer.cache, rows, slots, pages))
+    for layer, cache, of_layer in zip(kinds, caches, aux, strict=True):
+        new = of_layer.cache
+        if isinstance(new, LayerCache):
+            new = decode.kept_of_context(model, layer, new, start, count, size)
+        written.append(_write_context(cache, new, rows, slots, pages))
     experts = _chosen_experts(model, aux) if records_experts else ()
-    return x, tuple(written), experts
+    return x, tuple(written), experts, aux[0].keys if is_read else None
 
 
 def _read_context(
@@ -995,7 +1037,10 @@ def _read_context(
     pages: jax.Array | None,
 ) -> Any:
     """Returns what one layer's cache holds of the completions at rows[M], slots[M], which have
-    start[M] tokens: a `LayerCache` without pages, or the (state, tail) of a delta net."""
+    start[M] tokens: a `LayerCache` without pages, or the (state, tail) of a delta net; None if the
+    layer has no cache."""
+    if cache is None:
+        return None
     if isinstance(cache, StateCache):
         # A completion that is computed from its first token on begins with its prompt's state.
         is_first = start == 0
@@ -1029,7 +1074,9 @@ def _write_context(
     cache: Cache, new: Any, rows: jax.Array, slots: jax.Array, pages: jax.Array | None
 ) -> Cache:
     """Returns one layer's cache with (keys, values) or (state, tail) `new` of the completions at
-    rows[M], slots[M]; nothing is written for a row past the end."""
+    rows[M], slots[M]; nothing is written for a row past the end. None if the layer has no cache."""
+    if cache is None:
+        return None
     index: Any = (rows, slots)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:

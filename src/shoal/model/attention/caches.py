@@ -105,8 +105,8 @@ class LayerCache:
     own_v: Any
 
 
-Cache = LayerCache | StateCache
-"""The cache of one layer."""
+Cache = LayerCache | StateCache | None
+"""The cache of one layer; None of a layer that reads the keys of another one."""
 
 
 def empty(
@@ -121,7 +121,9 @@ def empty(
     caches = []
     for number in range(model.architecture.num_layers):
         layer = model.architecture.layer(number)
-        if layer.mixer == "delta_net":
+        if layer.keys_of is not None:
+            caches.append(None)
+        elif layer.mixer == "delta_net":
             caches.append(_empty_states(model, rows, siblings))
         elif by_pages(model, layer):
             caches.append(_empty_of_pages(model, layer, rows, prefix, pool))
@@ -230,7 +232,9 @@ def write_prefixes(
     """
     written = []
     for layer, cache, of_layer in zip(kinds, caches, new, strict=True):
-        if isinstance(cache, StateCache):
+        if cache is None:
+            written.append(None)
+        elif isinstance(cache, StateCache):
             written.append(_write_states(cache, of_layer, rows))
         else:
             written.append(_write_keys(model, layer, cache, of_layer, rows, length))
@@ -317,7 +321,9 @@ def copy_prefixes(
 
     copied = []
     for cache in caches:
-        if isinstance(cache, StateCache):
+        if cache is None:
+            copied.append(None)
+        elif isinstance(cache, StateCache):
             new = cache.prefix_state[sources], cache.prefix_tail[sources]
             copied.append(_write_states(cache, new, rows))
         else:

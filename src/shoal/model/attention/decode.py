@@ -184,24 +184,30 @@ def _attend_slots(
 
 
 def _attend_pages(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...]
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    cache: LayerCache,
+    slots: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, LayerCache]:
-    """Writes the new keys and values into their pages, then calls the kernel for TPUs on one
-    device's heads. Returns (out, new cache). `slots` are live, prefix_len, position and the table
-    of pages."""
+    """Writes the new keys and values, if they are not None, into their pages, then calls the kernel
+    for TPUs on one device's heads. Returns (out, new cache). `slots` are live, prefix_len, position
+    and the table of pages."""
     from shoal.model.attention.decode_tpu import attend_pages  # Pallas takes a second to import
 
     live, prefix_len, position, pages = slots
-    # Slots that sample nothing write past the end, each to another place: XLA compiles a scatter
-    # whose places might coincide to a loop.
-    num_pages = len(cache.own_k)
-    past_end = num_pages + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
-    page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
-    page = jnp.where(live[..., None], page, past_end[..., None])
-    new = jnp.concatenate([k, v], -1)
-    own = cache.own_k.at[page, jnp.arange(k.shape[2]), position[..., None] % PAGE].set(
-        new, unique_indices=True, mode="drop"
-    )
+    own = cache.own_k
+    if k is not None and v is not None:
+        # Slots that sample nothing write past the end, each to another place: XLA compiles a
+        # scatter whose places might coincide to a loop.
+        num_pages = len(own)
+        past_end = num_pages + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
+        page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
+        page = jnp.where(live[..., None], page, past_end[..., None])
+        new = jnp.concatenate([k, v], -1)
+        own = own.at[page, jnp.arange(k.shape[2]), position[..., None] % PAGE].set(
+            new, unique_indices=True, mode="drop"
+        )
     num_prefix = jnp.where(live.any(1), prefix_len, 0)
     num_own = jnp.where(live, position + 1, 0)
     out = attend_pages(q, cache.prefix_k, own, num_prefix, num_own, pages)
@@ -212,8 +218,8 @@ def _attend_on_each_device(
     model: Model,
     attend: Callable,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     cache: LayerCache,
     sinks: jax.Array | None = None,
     *,
@@ -270,12 +276,12 @@ def decode_attention(
     """Returns the `AttentionFn` of decoding for a kind of layer: one token for each of [N, W]
     slots.
 
-    The token's key and value are written at position[N, W] of its slot; it then attends to its
-    row's prompt and to its slot. `num_prefix` and `num_own` are upper bounds of the number of keys
-    that any slot has. prefix_len[N] are the lengths of the rows' prompts. Results of slots that are
-    not live[N, W] mean nothing, and the kernel for TPUs neither reads nor writes their keys.
-    `pages` is that kernel's table of pages; without that kernel it is not read, and may be None.
-    """
+    The token's key and value are written at position[N, W] of its slot, unless they are there
+    already (k and v are None); it then attends to its row's prompt and to its slot. `num_prefix`
+    and `num_own` are upper bounds of the number of keys that any slot has. prefix_len[N] are the
+    lengths of the rows' prompts. Results of slots that are not live[N, W] mean nothing, and the
+    kernel for TPUs neither reads nor writes their keys. `pages` is that kernel's table of pages;
+    without that kernel it is not read, and may be None."""
     if by_pages(model, layer):
         slots = live, prefix_len, position, pages
         return partial(_attend_on_each_device, model, _attend_pages, slots=slots)
@@ -285,7 +291,7 @@ def decode_attention(
     if model.role.tensor == 1:
 
         def attend_here(
-            q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, sinks: Any = None
+            q: jax.Array, k: Any, v: Any, cache: LayerCache, sinks: Any = None
         ) -> tuple[jax.Array, LayerCache]:
             return _attend_caches(model, layer, q, k, v, cache, slots, sinks=sinks)
 
@@ -301,22 +307,21 @@ def _attend_caches(
     model: Model,
     layer: Layer,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     cache: LayerCache,
     slots: tuple[jax.Array, ...],
     part: jax.Array | None = None,
     merge: Merge | None = None,
     sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, LayerCache]:
-    """Writes the key and value of each slot's token into a cache, and attends to the cache's keys
-    without a kernel. Returns (out, new cache). `slots` are prefix_len, position, num_prefix and
-    num_own. If a key head's positions are split (`Model.key_parts_of`), `part` says which of them
-    this device has, and `merge` joins the sums of all parts."""
+    """Writes the key and value of each slot's token into a cache, if they are not None, and attends
+    to the cache's keys without a kernel. Returns (out, new cache). `slots` are prefix_len,
+    position, num_prefix and num_own. If a key head's positions are split (`Model.key_parts_of`),
+    `part` says which of them this device has, and `merge` joins the sums of all parts."""
     prefix_len, position, num_prefix, num_own = slots
     prompt_size = cache.prefix_k.shape[2]
     own_size = cache.own_k.shape[3]
-    row, slot, head = jnp.indices(k.shape[:3], sparse=True)
     index = position[..., None]
     # No index is checked: a position is always within its cache.
     mode = "promise_in_bounds"
@@ -334,6 +339,7 @@ def _attend_caches(
         num_own = jnp.minimum(num_own, own_size)
 
     def write(keys: jax.Array, new: jax.Array) -> jax.Array:
+        row, slot, head = jnp.indices(new.shape[:3], sparse=True)
         # XLA for TPU compiles a scatter to a loop over slots if two of them might coincide. If all
         # heads were written at once, XLA would transpose the whole cache at both ends of every
         # dispatch.
@@ -341,9 +347,8 @@ def _attend_caches(
             new, unique_indices=True, indices_are_sorted=True, mode=mode
         )
 
-    own_k = write(cache.own_k, k)
-    own_v = write(cache.own_v, v)
-    cache = LayerCache(cache.prefix_k, cache.prefix_v, own_k, own_v)
+    if k is not None and v is not None:
+        cache = replace(cache, own_k=write(cache.own_k, k), own_v=write(cache.own_v, v))
     prompt_mask, own_mask = cache_masks(prefix_len, position, prompt_place, own_place, layer.window)
     prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
     own = Keys(cache.own_k, cache.own_v, own_mask)
@@ -367,8 +372,8 @@ def _attend_part(
     model: Model,
     layer: Layer,
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     cache: LayerCache,
     slots: tuple[jax.Array, ...],
     part: jax.Array,
@@ -418,22 +423,23 @@ def piece_attention(
     how many queries are computed at once.
 
     The cache holds the keys of the pieces before, [R, K, T, A], and afterwards those of this piece,
-    too. A token reads its prompt up to itself. Results beyond the longest prompt mean nothing. T
-    must have room for start + C tokens.
-    """
+    too; before it if k and v are None. A token reads its prompt up to itself. Results beyond the
+    longest prompt mean nothing. T must have room for start + C tokens."""
     scoring = scoring_of(model.architecture, layer)
 
     def attention(
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
         cache: LayerCache,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache]:
         """Writes the piece's keys and values into the cache, and attends to all keys up to each
         token."""
 
-        def write(before: jax.Array, new: jax.Array) -> jax.Array:
+        def write(before: jax.Array, new: jax.Array | None) -> jax.Array:
+            if new is None:
+                return before
             return jax.lax.dynamic_update_slice_in_dim(before, new.swapaxes(1, 2), start, 2)
 
         prefix_k = write(cache.prefix_k, k)
@@ -485,50 +491,47 @@ def context_attention(
     delta nets all C are.
 
     The cache holds the prompts of their rows, [M, K, Tp, A], of prefix_len[M] tokens, and their own
-    keys, [M, K, T, A]. A token reads its prompt, and its completion up to itself. In place of a new
-    cache, the completion's keys and values are returned, with the new ones. The cache is not
-    changed. T must have room for start + count tokens, unless it is a ring.
+    keys, [M, K, T, A]. A token reads its prompt, and its completion up to itself. T must have room
+    for start + count tokens, unless it is a ring. The new cache has the new keys, too: behind the
+    others if it is a ring ([M, K, T + C, A]), else in their places. `kept_of_context` returns what
+    stays of it. If k and v are None, the cache is such a one already.
     """
+    in_ring = is_ring(model, layer)
 
     def attention(
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
         cache: LayerCache,
         sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple]:
+    ) -> tuple[jax.Array, LayerCache]:
         """Appends the context's keys and values to the completions' own, and attends to prompt and
         completion."""
         size = q.shape[1]
-        # [M, C, K, A] -> [M, K, C, A], in the cache's order
-        new_k = k.swapaxes(1, 2)
-        new_v = v.swapaxes(1, 2)
+        if k is not None and v is not None:
+            # A ring may be shorter than the context: its keys are read beside the new ones.
+            append: Any = _beside
+            if not in_ring:
+                # Tokens past the end would be moved back over older keys: if not all are real, they
+                # get room there, which is cut off again.
+                room = size if model.architecture.delta_net else 0
+                append = partial(_appended, start=start, room=room)
+            # [M, C, K, A] -> [M, K, C, A], in the cache's order
+            own_k = append(cache.own_k, k.swapaxes(1, 2))
+            own_v = append(cache.own_v, v.swapaxes(1, 2))
+            cache = replace(cache, own_k=own_k, own_v=own_v)
         position = start[:, None] + jnp.arange(size)  # [M, C]
         prompt_size = cache.prefix_k.shape[2]
-        ring = cache.own_k.shape[2]
-        if is_ring(model, layer):
-            # A ring may be shorter than the context: its keys are read beside the new ones.
-            own_k = jnp.concatenate([cache.own_k, new_k], axis=2)
-            own_v = jnp.concatenate([cache.own_v, new_v], axis=2)
-            of_ring = ring_places(start - 1, ring)
+        own_size = cache.own_k.shape[2]
+        if in_ring:
+            of_ring = ring_places(start - 1, own_size - size)
             own_place = jnp.concatenate([of_ring, position], axis=1)[:, None]
             prompt_place = ring_places(prefix_len - 1, prompt_size)[:, None]
-            newest = start + count - 1
-            written = (
-                _in_ring(cache.own_k, new_k, start, newest),
-                _in_ring(cache.own_v, new_v, start, newest),
-            )
             num_prefix = jnp.minimum(prefix_len.max(), prompt_size)
-            num_own = jnp.int32(ring + size)
+            num_own = jnp.int32(own_size)
         else:
-            # Tokens past the end would be moved back over older keys: if not all are real, they
-            # get room there, which is cut off again.
-            room = size if model.architecture.delta_net else 0
-            own_k = _appended(cache.own_k, new_k, start, room)
-            own_v = _appended(cache.own_v, new_v, start, room)
-            own_place = places(own_k.shape[2])
+            own_place = places(own_size)
             prompt_place = places(prompt_size)
-            written = own_k, own_v
             num_prefix = prefix_len.max()
             num_own = position.max() + 1
         prompt_mask, own_mask = cache_masks(
@@ -537,16 +540,38 @@ def context_attention(
         prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
         # A completion is a row, and its C tokens are the slots, which share one set of own keys:
         # [M, 1, K, T, A]. Queries are [M, C, 1, H, A].
-        own = Keys(own_k[:, None], own_v[:, None], own_mask)
+        own = Keys(cache.own_k[:, None], cache.own_v[:, None], own_mask)
         platform = model.role.platform
-        blocks = keys_at_once(platform, prompt_size), keys_at_once(platform, own_k.shape[2])
+        blocks = keys_at_once(platform, prompt_size), keys_at_once(platform, own_size)
         scoring = scoring_of(model.architecture, layer)
         out = online_softmax(
             q[:, :, None], prompt, own, num_prefix, num_own, blocks, None, scoring, sinks
         )
-        return out[:, :, 0], written
+        return out[:, :, 0], cache
 
     return attention
+
+
+def kept_of_context(
+    model: Model, layer: Layer, cache: LayerCache, start: jax.Array, count: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the keys and values [M, K, T, A] that stay of completions in a cache that
+    `context_attention` returned, after `size` tokens of context of which the first count[M] are
+    real; start[M] tokens were before it."""
+    if not is_ring(model, layer):
+        return cache.own_k, cache.own_v
+    newest = start + count - 1
+
+    def in_ring(both: jax.Array) -> jax.Array:
+        ring, new = jnp.split(both, [both.shape[2] - size], axis=2)
+        return _in_ring(ring, new, start, newest)
+
+    return in_ring(cache.own_k), in_ring(cache.own_v)
+
+
+def _beside(own: jax.Array, new: jax.Array) -> jax.Array:
+    """Returns keys or values own[M, K, T, A] with new[M, K, C, A] behind them."""
+    return jnp.concatenate([own, new], axis=2)
 
 
 def _appended(own: jax.Array, new: jax.Array, start: jax.Array, room: int) -> jax.Array:

@@ -434,6 +434,8 @@ def decode_kernel_refusal(model: Model, layer: Layer | None = None) -> str:
     fault = kernel_fault_of(scoring_of(a, layer), a.sinks)
     if fault:
         return fault
+    if platform == "gpu" and layer.keys_of is not None:
+        return "it writes the keys that it reads, and some layers read those of other layers"
     parts = model.key_parts_of(layer)
     if parts > 1:
         return (

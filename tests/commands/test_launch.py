@@ -218,7 +218,7 @@ def test_processes_on_gpu_hosts_find_each_other(launched):
         ),
         (
             "target=gke topology=v5p-64 -- train mesh.fsdp=4",
-            "mesh.fsdp=4 x mesh.context=1 x mesh.tensor=1 uses 4 of 32",
+            "mesh.fsdp=4 x mesh.expert=1 x mesh.context=1 x mesh.tensor=1 uses 4 of 32",
         ),
         ("target=k8s -- train", "target='k8s': expected one of docker, ray, slurm, gke, xpk"),
         ("grace_seconds=0 -- train", "grace_seconds=0"),

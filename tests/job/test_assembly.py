@@ -752,7 +752,13 @@ def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
             "too_few",
             ("'too_few' tried on known answers returned", "data row ", "for each completion"),
         ),
-        ("text", ("'text' tried on known answers returned 'good'", "a finite number, or None")),
+        (
+            "text",
+            (
+                "'text' tried on known answers returned 'good'",
+                "a finite number, or one a turn; None",
+            ),
+        ),
         ("number", ("'number' tried on known answers returned 1.0", "data row ", "25 were given")),
     ],
 )

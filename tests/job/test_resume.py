@@ -978,6 +978,7 @@ DECIDED = {
     "train.max_staleness",
     "model.dtype",
     "model.remat",
+    "model.router_replay",
     "mesh.sampler_tensor",
     "publish.channel",
     "sampling.evaluation_slots",

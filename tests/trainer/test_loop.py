@@ -146,7 +146,7 @@ class Diary:
             step,
         )
         self.events.append(("update", step))
-        table = SimpleNamespace(advantages=None, nonzero_std=None)
+        table = SimpleNamespace(completion_advantages=None, turn_advantages=None, nonzero_std=None)
         return state_of(step + 1), SimpleNamespace(table=table, logprobs={}, metrics=None)
 
     def num_completions(self, full) -> int:
@@ -287,7 +287,7 @@ def test_no_state_outlives_the_step_that_follows_it(monkeypatch):
     def update(self: Diary, state: Any, groups: Any, step: int) -> Any:
         held.append(weakref.ref(state))
         alive.append(sum(one() is not None for one in held))
-        table = SimpleNamespace(advantages=None, nonzero_std=None)
+        table = SimpleNamespace(completion_advantages=None, turn_advantages=None, nonzero_std=None)
         return state_of(step + 1), SimpleNamespace(table=table, logprobs={}, metrics=None)
 
     monkeypatch.setattr(Diary, "update", update)

@@ -195,7 +195,7 @@ class FakeTrainer:
         time.sleep(self.update_seconds)
         self.updates.append((begin, time.perf_counter()))
         self.on_groups(step, groups)
-        table = SimpleNamespace(advantages=None, nonzero_std=None)
+        table = SimpleNamespace(completion_advantages=None, turn_advantages=None, nonzero_std=None)
         return (
             SimpleNamespace(trainable=weights(step + 1), frozen=None),
             SimpleNamespace(table=table, logprobs={}, metrics=None),

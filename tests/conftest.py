@@ -137,6 +137,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     compile_quickly(mark is None or mark.args != (False,))
 
 
+MOST_MAPPINGS = 25_000
+"""Mappings of memory above which a worker forgets its compiled programs after a file. Each program
+has some, and Linux ends a process that wants more than 65,530 (vm.max_map_count)."""
+
+
+def num_mappings() -> int:
+    """Returns how many mappings of memory this process has; 0 where Linux does not say."""
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path == item.path:
+        return
+    if num_mappings() > MOST_MAPPINGS:
+        import jax
+        from tiny_runs import forget_programs
+
+        forget_programs()
+        jax.clear_caches()
+        gc.collect()
+
+
 def tier(item: pytest.Item) -> str:
     for name in ("system", "slow"):
         if item.get_closest_marker(name):

@@ -142,9 +142,11 @@ def ends(started: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
     found = []
     for process in started:
         out, err = process.communicate(timeout=200)
-        # Its threads write into each other's lines.
+        # Its threads write into each other's lines, so that an end of one may stand alone: "1".
         shown = "".join(
-            line for line in out.splitlines(keepends=True) if not re.search("Gloo|peer ranks", line)
+            line
+            for line in out.splitlines(keepends=True)
+            if not re.search(r"Gloo|peer ranks|^\d*$", line)
         )
         found.append((process.returncode, shown, err))
     return found

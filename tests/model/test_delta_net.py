@@ -338,6 +338,7 @@ def test_gradients_of_the_convolution_go_through_the_prompts_end():
         assert relative(gradient, expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_rule_equals_that_of_transformers():
     torch = pytest.importorskip("torch")
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule

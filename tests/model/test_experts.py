@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -706,3 +707,27 @@ def test_outputs_and_gradients_are_those_of_transformers(family: str, form: Form
     (of_x,) = backward(jnp.asarray(of_out))
     assert asked.grad is not None
     np.testing.assert_allclose(of_x, asked.grad.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["ragged", "mixed_blocks"])
+@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
+def test_products_of_gathered_tokens_are_not_kept_for_the_backward_pass(form, remat, capsys):
+    """They had the name of the numbers of experts, which every `model.remat` keeps."""
+    x = jnp.asarray(random_arrays(0, TOKENS, HIDDEN))
+    logits = jnp.asarray(random_arrays(1, TOKENS, EXPERTS))
+    kernels = plain(2, HIDDEN, INNER), plain(3, HIDDEN, INNER), plain(4, INNER, HIDDEN)
+
+    def num_kept(keeps: bool) -> int:
+        """The arrays with INNER numbers a row that the backward pass gets, without the matrices."""
+
+        @REMAT[remat]
+        def layer(x: jax.Array) -> jax.Array:
+            chosen, weights = route(logits, CHOSEN, True)
+            return experts_product(x, chosen, weights, kernels, form=form, keeps=keeps).sum()
+
+        jax.ad_checkpoint.print_saved_residuals(layer, x)
+        lines = capsys.readouterr().out.splitlines()
+        return sum(f",{INNER}]" in line and f"[{EXPERTS}," not in line for line in lines)
+
+    assert num_kept(False) == 0
+    assert (num_kept(True) > 0) == (remat == "dots")

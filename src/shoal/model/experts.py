@@ -221,11 +221,12 @@ def experts_product(
     A number outside 0 to E - 1 stands for an expert that is not here: it adds nothing, costs
     nothing in the forms of kernels and blocks, and its weight gets no gradient. Gradients go to x,
     the weights and the trained parts of the kernels; those of kernels are summed in float32 (of
-    plain ones in `ragged` in their own type). `keeps`: True if the products of gate and up are what
-    `model.remat=dots` keeps for the backward pass. `interpret` runs the kernels of `triton` as
-    plain JAX, on any device, for tests.
+    plain ones in `ragged` in their own type). `keeps`: True if `model.remat=dots` keeps the
+    products of gate and up for the backward pass. `interpret` runs the kernels of `triton` as plain
+    JAX, on any device, for tests.
     """
-    kept_name = "product" if keeps else "experts"
+    # The other name is one that no `REMAT` keeps.
+    kept_name = "product" if keeps else "product of gathered tokens"
     if form in ("blocks", "mixed_blocks"):
         is_mixed = form == "mixed_blocks"
         return _by_blocks(activation, is_mixed, kept_name, x, experts, weights, kernels)

@@ -37,7 +37,7 @@ from shoal.report.console import Console
 from shoal.rollout.ledger import branch_request, rollout_requests, sample_request
 from shoal.rollout.turn_driver import join_branches
 from shoal.runs.compare import completion_difference
-from shoal.runs.groups import StoredGroup, read_file
+from shoal.runs.groups import StoredGroup, read_file, values_by_turn
 from shoal.runs.layout import MODEL_FOLDER
 from shoal.runs.lines import json_line, json_ready, write_atomically
 from shoal.runs.reader import StoredRun
@@ -216,19 +216,9 @@ def _completion_record(
         "valid": group.valid[index],
         "correct": None if group.correct is None else group.correct[index],
         "advantage": None if stored.advantages is None else stored.advantages[index],
-        **_by_turn(stored, index),
+        **values_by_turn(stored, index),
         "tokens": tokens,
     }
-
-
-def _by_turn(stored: StoredGroup, index: int) -> dict[str, Any]:
-    """Returns the rewards and advantages of a completion's turns by name, those that there are."""
-    values = {}
-    if stored.group.turn_rewards:
-        values["turn_rewards"] = stored.group.turn_rewards[index]
-    if stored.turn_advantages:
-        values["turn_advantages"] = stored.turn_advantages[index]
-    return values
 
 
 # ---- the run on this machine's devices

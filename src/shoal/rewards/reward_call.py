@@ -162,8 +162,7 @@ class Batch:
         last three () if there are none. The columns are those of the examples, but `prompt`,
         `completion` and `completion_ids`; a column that only some examples have is None for the
         others. The entries are in the order of the examples, the completions of one side by side.
-        The lengths of
-        `messages`, `environments` and `num_turns` are not checked.
+        The lengths of `messages`, `environments` and `num_turns` are not checked.
 
         `trial` names the G known answers of a group, such as `right answer`, if the completions are
         these; () if they were sampled. ValueError if the lengths differ or the groups have

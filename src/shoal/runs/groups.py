@@ -758,10 +758,7 @@ def _completion_record(stored: StoredGroup, index: int) -> dict[str, Any]:
         record["correct"] = group.correct[index]
     if stored.advantages is not None:
         record["advantage"] = stored.advantages[index]
-    if group.turn_rewards:
-        record["turn_rewards"] = group.turn_rewards[index]
-    if stored.turn_advantages:
-        record["turn_advantages"] = stored.turn_advantages[index]
+    record.update(values_by_turn(stored, index))
     if not np.all(completion.loss_mask):
         record["loss_mask"] = completion.loss_mask
     if np.any(completion.versions != group.version):
@@ -779,6 +776,17 @@ def _completion_record(stored: StoredGroup, index: int) -> dict[str, Any]:
         record["support_ids"] = [token_ids[token_ids >= 0] for token_ids in support_ids]
     record.update(stored.token_arrays[index])
     return record
+
+
+def values_by_turn(stored: StoredGroup, index: int) -> dict[str, np.ndarray]:
+    """Returns the rewards and advantages of a completion's turns under their columns' names, those
+    that there are."""
+    values = {}
+    if stored.group.turn_rewards:
+        values["turn_rewards"] = stored.group.turn_rewards[index]
+    if stored.turn_advantages:
+        values["turn_advantages"] = stored.turn_advantages[index]
+    return values
 
 
 def _of_index(by_name: Mapping[str, Any], index: int) -> dict[str, Any]:

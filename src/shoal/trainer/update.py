@@ -24,14 +24,7 @@ from shoal.protocols import Scorer
 from shoal.records import Group, NoiseKey
 from shoal.runs.metrics import MetricSet
 from shoal.stop import StopSignal
-from shoal.trainer.batch import (
-    MicroBatch,
-    Shape,
-    TokenValues,
-    pack,
-    row_shapes,
-    unpack,
-)
+from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
 from shoal.trainer.loss import LOAD, REROUTED, make_objective
 from shoal.trainer.scorers import ParameterScorer
 from shoal.trainer.step import Learner, TrainState, UpdateMetrics

@@ -76,6 +76,7 @@ def train(
     whose other columns are passed to the reward; columns; a table of pandas, polars, arrow or
     datasets; a `shoal.Task`. `held_out`: rows to evaluate on, which are not trained on, or "train"
     to evaluate on the training rows; by default the last rows of the data are held out.
+    `train_dataset` and `eval_dataset`, TRL's names, mean the same.
     `correct(text, example)`: whether a completion solves its example; without it there is no
     accuracy, only the mean reward. `reward`: a function or several, `f(prompts, completions,
     completion_ids, **columns) -> list of numbers`. `tools`, `environment`, `rollout`: functions
@@ -89,6 +90,7 @@ def train(
     from shoal.job.resume import from_overrides_on_run
     from shoal.runs.result import Result
 
+    task, held_out, overrides = _with_trl_data(task, held_out, overrides)
     config, resolved, functions = from_overrides_on_run(_named(task, held_out, correct, overrides))
     config = _with_functions_named(config, functions)
     data = _task_of_data(task, held_out, correct, config, functions)
@@ -119,6 +121,7 @@ def evaluate(
     from shoal.job.own_task import config_for_eval_of_run
     from shoal.tasks.splits import evaluating
 
+    task, held_out, overrides = _with_trl_data(task, held_out, overrides)
     config, resolved, functions = from_overrides(
         EvalConfig, **_named(task, held_out, correct, overrides)
     )
@@ -155,6 +158,35 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+_TRL_DATA = {"train_dataset": "task", "eval_dataset": "held_out"}
+"""TRL's names of rows from Python, and ours."""
+
+
+def _with_trl_data(
+    task: Any, held_out: Any, overrides: Mapping[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns the task, the rows to evaluate on and the other overrides, with TRL's names of rows
+    read as ours. Raises ShoalError if both names of one are given, or for a name of a data set: a
+    text in place of rows."""
+    from shoal.tasks.custom import is_data
+
+    rows = {"task": task, "held_out": held_out}
+    rest = dict(overrides)
+    for theirs, ours in _TRL_DATA.items():
+        given = rest.pop(theirs, None)
+        if given is None:
+            continue
+        if rows[ours] is not None:
+            raise ShoalError(f"{theirs} and {ours} are two names of one thing: give one of them")
+        if not is_data(given):
+            raise ShoalError(
+                f"{theirs} is for rows, dicts or a table; a data set by name is dataset_name=NAME, "
+                f"a file task=custom task.path=FILE; got {given!r}"
+            )
+        rows[ours] = given
+    return rows["task"], rows["held_out"], rest
 
 
 def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:

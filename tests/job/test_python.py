@@ -301,6 +301,10 @@ def test_what_goes_with_rows_and_what_does_not():
             shoal.ShoalError, match=f"{key} is for data of your own, .* task is 'words'"
         ):
             shoal.train(task="words", **{key: value})
+    with pytest.raises(shoal.ShoalError, match="train_dataset and task are two names of one thing"):
+        shoal.train(task=rows(), train_dataset=rows())
+    with pytest.raises(shoal.ShoalError, match=r"train_dataset is for rows.* got 'openai/gsm8k'"):
+        shoal.train(train_dataset="openai/gsm8k")
     judged = task_of_data(
         one, None, None, TaskSection(num_eval_questions=1), RewardSection(weights=(2.0,)), (ones,)
     )
@@ -397,8 +401,8 @@ def result(workshop: Workshop) -> Result:
         return str(example.columns["answer"]) in text
 
     return shoal.train(
-        task=rows(40),
-        reward=closure(0.5),
+        train_dataset=rows(40),  # TRL's names of task and reward
+        reward_funcs=[closure(0.5)],
         run_name="own",
         task__num_eval_questions=3,
         **settings(workshop),

@@ -4,6 +4,7 @@ the order."""
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -92,6 +93,7 @@ RUNS = (
 )
 """Files of whole runs, side by side: most of them find the programs of the files before."""
 LONGEST = (
+    "test_families",
     "test_mesh",
     "test_compiled_decode",
     "test_plan",
@@ -138,8 +140,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 MOST_MAPPINGS = 25_000
-"""Mappings of memory above which a worker forgets its compiled programs after a file. Each program
-has some, and Linux ends a process that wants more than 65,530 (vm.max_map_count)."""
+"""Mappings of memory above which a worker forgets its compiled programs. Each program has some, and
+Linux ends a process that wants more than 65,530 (vm.max_map_count)."""
+TESTS_BETWEEN_LOOKS = 8
+"""After so many tests a worker counts its mappings: counting takes a hundredth of a second, and
+the tests of one file may compile enough programs to reach the limit."""
+num_ended_tests = itertools.count(1)
 
 
 def num_mappings() -> int:
@@ -151,10 +157,8 @@ def num_mappings() -> int:
         return 0
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if nextitem is not None and nextitem.path == item.path:
-        return
-    if num_mappings() > MOST_MAPPINGS:
+def pytest_runtest_teardown() -> None:
+    if next(num_ended_tests) % TESTS_BETWEEN_LOOKS == 0 and num_mappings() > MOST_MAPPINGS:
         import jax
         from tiny_runs import forget_programs
 

@@ -232,6 +232,8 @@ def test_python_blocks_are_python(page: Path):
                     "task",
                     "held_out",
                     "correct",
+                    "train_dataset",
+                    "eval_dataset",
                 }
                 given = {word.arg.partition("__")[0] for word in node.keywords if word.arg}
                 unknown = []

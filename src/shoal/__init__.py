@@ -67,6 +67,8 @@ def train(
     task: Any = None,
     held_out: Any = None,
     correct: Callable[[str, Example], bool] | None = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
     **overrides: Any,
 ) -> Result:
     """Evaluates a model, trains it, evaluates it again, and returns the run's Result. Prints like
@@ -90,7 +92,8 @@ def train(
     from shoal.job.resume import from_overrides_on_run
     from shoal.runs.result import Result
 
-    task, held_out, overrides = _with_trl_data(task, held_out, overrides)
+    task = _by_either_name("task", task, "train_dataset", train_dataset)
+    held_out = _by_either_name("held_out", held_out, "eval_dataset", eval_dataset)
     config, resolved, functions = from_overrides_on_run(_named(task, held_out, correct, overrides))
     config = _with_functions_named(config, functions)
     data = _task_of_data(task, held_out, correct, config, functions)
@@ -121,7 +124,6 @@ def evaluate(
     from shoal.job.own_task import config_for_eval_of_run
     from shoal.tasks.splits import evaluating
 
-    task, held_out, overrides = _with_trl_data(task, held_out, overrides)
     config, resolved, functions = from_overrides(
         EvalConfig, **_named(task, held_out, correct, overrides)
     )
@@ -160,33 +162,21 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 
-_TRL_DATA = {"train_dataset": "task", "eval_dataset": "held_out"}
-"""TRL's names of rows from Python, and ours."""
-
-
-def _with_trl_data(
-    task: Any, held_out: Any, overrides: Mapping[str, Any]
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns the task, the rows to evaluate on and the other overrides, with TRL's names of rows
-    read as ours. Raises ShoalError if both names of one are given, or for a name of a data set: a
-    text in place of rows."""
+def _by_either_name(name: str, given: Any, trl_name: str, rows: Any) -> Any:
+    """Returns what was given as the argument `name`, or, by TRL's name for it, as rows. None if
+    neither was. Raises ShoalError if both were, or if TRL's name has no rows but a text."""
     from shoal.tasks.custom import is_data
 
-    rows = {"task": task, "held_out": held_out}
-    rest = dict(overrides)
-    for theirs, ours in _TRL_DATA.items():
-        given = rest.pop(theirs, None)
-        if given is None:
-            continue
-        if rows[ours] is not None:
-            raise ShoalError(f"{theirs} and {ours} are two names of one thing: give one of them")
-        if not is_data(given):
-            raise ShoalError(
-                f"{theirs} is for rows, dicts or a table; a data set by name is dataset_name=NAME, "
-                f"a file task=custom task.path=FILE; got {given!r}"
-            )
-        rows[ours] = given
-    return rows["task"], rows["held_out"], rest
+    if rows is None:
+        return given
+    if given is not None:
+        raise ShoalError(f"{trl_name} and {name} are two names of one thing: give one of them")
+    if not is_data(rows):
+        raise ShoalError(
+            f"{trl_name} is for rows, dicts or a table; a data set by name is dataset_name=NAME, a "
+            f"file task=custom task.path=FILE; got {rows!r}"
+        )
+    return rows
 
 
 def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -29,11 +30,11 @@ from shoal.config.commands import (
     RescoreConfig,
     ViewConfig,
 )
-from shoal.config.derived import step_text
+from shoal.config.derived import learning_rate_text, step_text
 from shoal.config.key import keys_of, sections_of
 from shoal.config.merge import compose
 from shoal.config.sections.devices import MeshSection
-from shoal.config.sections.optimizer import BatchSection
+from shoal.config.sections.optimizer import BatchSection, OptimizerSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.train import Config
 from shoal.job.interrupt import is_command
@@ -561,6 +562,20 @@ def test_a_step_in_one_line():
         "this step = 32 prompts x 8 completions = 256 completions, 1 update (1 epoch x 1 "
         "mini-batch); 40 steps"
     )
+
+
+@pytest.mark.parametrize(
+    "optimizer, text",
+    [
+        ({}, "rises to 0.001 in the first 5 of 40 updates, then stays"),
+        ({"warmup_steps": 0}, "0.001 from the first update, which stays"),
+        ({"schedule": "linear"}, "in the first 5 of 40 updates, then falls to 0 in a line"),
+        ({"warmup_steps": 80}, "rises to 0.0005 in 40 updates; its warm-up to 0.001 takes 80"),
+    ],
+)
+def test_the_learning_rate_in_one_line(optimizer: dict[str, Any], text: str):
+    section = OptimizerSection(**({"lr": 1e-3, "warmup_steps": 5} | optimizer))
+    assert learning_rate_text(Config(optimizer=section)).endswith(text)
 
 
 # launch prints the job, sft needs data

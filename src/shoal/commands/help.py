@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.config.arguments import POSITIONALS, positionals_text
 from shoal.config.commands import COMMANDS, PlanConfig, command_of
-from shoal.config.derived import step_text
+from shoal.config.derived import learning_rate_text, step_text
 from shoal.config.foreign import Flag, front_end
 from shoal.config.key import Key, keys_of, overridden_keys, sections_of, shown
 from shoal.config.names import aliases_of, find_key, names_of
@@ -290,7 +290,7 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
             name = config.model.name
             hub_id = name if "/" in name else model_named(name).hub_id
             lines.append(f"model.name={name} loads {hub_id}")
-        lines.append(step_text(config))
+        lines += [step_text(config), learning_rate_text(config)]
         if config.resume:
             lines.append(
                 "a resumed run has its own configuration, changed by the keys that you give"

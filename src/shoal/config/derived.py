@@ -215,6 +215,32 @@ def step_text(config: Config) -> str:
     )
 
 
+def learning_rate_text(config: Config) -> str:
+    """Returns how the learning rate changes in the run, in one line.
+
+    learning rate: rises to 1e-06 in the first 5 of 15 updates, then stays"""
+    optimizer = config.optimizer
+    updates = num_updates(config)
+    warmup = optimizer.warmup_steps
+    after = {
+        "constant": "stays",
+        "linear": "falls to 0 in a line",
+        "cosine": "falls to 0 in a half cosine",
+    }[optimizer.schedule]
+    if warmup > updates:
+        reached = optimizer.lr * updates / warmup
+        return (
+            f"learning rate: rises to {reached:.2g} in {count(updates, 'update')}; its warm-up to "
+            f"{optimizer.lr:g} takes {warmup}"
+        )
+    if warmup <= 1:
+        return f"learning rate: {optimizer.lr:g} from the first update, which {after}"
+    return (
+        f"learning rate: rises to {optimizer.lr:g} in the first {warmup} of "
+        f"{count(updates, 'update')}, then {after}"
+    )
+
+
 THEIR_SIZES = {
     "torchrl": "TorchRL counts {completions:,} dialog turns a batch, {all:,} in all, {updates:,} "
     "updates of {each:,}",

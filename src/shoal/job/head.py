@@ -14,7 +14,12 @@ from shoal.budget.shapes import micro_batch_shapes
 from shoal.budget.slots import slots_text
 from shoal.checks.inputs import devices_text
 from shoal.checks.settings import stop_on_warnings
-from shoal.config.derived import staleness_text, step_text, their_sizes
+from shoal.config.derived import (
+    learning_rate_text,
+    staleness_text,
+    step_text,
+    their_sizes,
+)
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
 from shoal.findings import Findings
@@ -64,6 +69,7 @@ def print_head(job: Job) -> None:
         if line:
             console.note(f"{name}: {line}")
     console.note(step_text(config))
+    console.note(learning_rate_text(config))
     theirs = their_sizes(config)
     if theirs:
         console.note(theirs)

@@ -139,9 +139,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     compile_quickly(mark is None or mark.args != (False,))
 
 
-MOST_MAPPINGS = 25_000
+MOST_MAPPINGS = 16_000
 """Mappings of memory above which a worker forgets its compiled programs. Each program has some, and
-Linux ends a process that wants more than 65,530 (vm.max_map_count)."""
+Linux ends a process that wants more than 65,530 (vm.max_map_count). With so many it has some
+3.5 GB of memory."""
 TESTS_BETWEEN_LOOKS = 8
 """After so many tests a worker counts its mappings: counting takes a hundredth of a second, and
 the tests of one file may compile enough programs to reach the limit."""

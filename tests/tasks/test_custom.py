@@ -4,6 +4,7 @@ rows as they are."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import shoal
 from shoal import cli
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
-from shoal.job.task import check_truths, load_task
-from shoal.records import ShoalError
+from shoal.job.task import check_truths, load_task, with_system_prompt
+from shoal.records import Example, ShoalError
 from shoal.tasks.data_folder import Published
+from shoal.tasks.generated import LazyRows
 from shoal.tasks.splits import evaluating, read_splits
 from shoal.tasks.task import Task
 from shoal.tasks.template import parse_template
@@ -681,6 +683,35 @@ def test_a_run_on_ones_own_rows_with_a_template(
         one["columns"]["gold"] + 10 == one["columns"]["n"] for one in found
     )
     assert "custom: task.template makes each prompt, as a user's message" in capsys.readouterr().out
+
+
+def test_one_system_prompt_for_all_rows() -> None:
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}
+    own = {"role": "system", "content": "Take your time."}
+    answer = {"role": "assistant", "content": "5"}
+    rows = [
+        Example(0, [user]),
+        Example(1, [own, user], {"messages": [own, user, answer]}),
+    ]
+    task = Task("own", train=rows, evaluations={"held_out": [Example(2, [own, user])]})
+    changed = with_system_prompt(task, "Be brief.")
+    assert prompts(changed.train) == [[system, user]] * 2
+    assert prompts(changed.evaluations["held_out"]) == [[system, user]]
+    assert changed.train[1].columns["messages"] == [system, user, answer]
+    assert rows[1].columns["messages"][0] == own
+    assert with_system_prompt(task, "") is task
+    generated = replace(task, train=LazyRows(rows.__getitem__, 2))
+    assert prompts(with_system_prompt(generated, "Be brief.").train[:]) == [[system, user]] * 2
+    text = Task("own", train=[Example(0, "2+3?", place="rows.jsonl: line 1")])
+    with pytest.raises(ShoalError, match=r"rows.jsonl: line 1: task.system is a message") as caught:
+        with_system_prompt(text, "Be brief.")
+    assert caught.value.key == "task.system"
+
+
+def test_a_run_with_a_system_prompt(workshop: Workshop) -> None:
+    path = write(workshop.folder / "asked.jsonl", [{"prompt": asked(f"{i}?")[0]} for i in range(8)])
+    found = train(workshop, path, "asked", "task.system=Be brief.")
+    assert [one["prompt"][0] for one in found] == [{"role": "system", "content": "Be brief."}] * 2
 
 
 def test_a_run_on_verls_rows(workshop: Workshop) -> None:

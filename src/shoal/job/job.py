@@ -94,6 +94,7 @@ from shoal.job.task import (
     longest_prompt,
     own_rewards,
     with_overlong,
+    with_system_prompt,
 )
 from shoal.mesh import Role, Roles, World, available_devices, make_roles
 from shoal.model.architecture import Architecture
@@ -269,7 +270,8 @@ class Job(StagedJob):
         task or its data is wrong."""
         c = self.requested
         with nullcontext() if self.trains else evaluating():
-            task = with_environment(self._given_task or load_questions(c.task, c.reward), c)
+            task = self._given_task or load_questions(c.task, c.reward)
+        task = with_environment(with_system_prompt(task, c.task.system), c)
         if self.trains:
             task = for_training(task, c)
         for note in task.notes:

@@ -10,10 +10,11 @@ from shoal.config.keywords import FROM_PYTHON
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.task import TaskSection
-from shoal.records import Example, RewardFunction, ShoalError, truth_fault
+from shoal.records import Example, Messages, RewardFunction, ShoalError, truth_fault
 from shoal.rewards.loading import load_functions, name_functions
 from shoal.tasks.builtin_rewards import PENALTY, find_builtin, overlong_punishment, verl_reward
 from shoal.tasks.custom import Correct, rows_task
+from shoal.tasks.generated import LazyRows
 from shoal.tasks.graders.judge_model import JudgeFunction
 from shoal.tasks.task import ROWS, Task, load_by_name, no_reward
 from shoal.text import count
@@ -161,6 +162,46 @@ def with_fewer_questions(loaded: Task, task: TaskSection) -> Task:
     )
 
 
+def with_system_prompt(task: Task, text: str) -> Task:
+    """Returns the task with the system prompt `text` in every example, in place of its own; the
+    task itself if `text` is empty. ShoalError, when a row is read, if its prompt is a text, which
+    has no messages."""
+    if not text:
+        return task
+
+    def changed(example: Example) -> Example:
+        if isinstance(example.prompt, str):
+            raise ShoalError(
+                f"{example.place or f'data row {example.row}'}: task.system is a message, and this "
+                "row's `prompt` is text: give messages, or put the words into the text",
+                "task.system",
+            )
+        columns = dict(example.columns)
+        if columns.get("messages"):  # a dialogue of which supervised fine-tuning learns
+            columns["messages"] = _after_system_prompt(text, columns["messages"])
+        prompt = _after_system_prompt(text, example.prompt)
+        return replace(example, prompt=prompt, columns=columns)
+
+    evaluations = {}
+    for name, examples in task.evaluations.items():
+        evaluations[name] = [changed(example) for example in examples]
+    train: Sequence[Example]
+    if isinstance(task.train, LazyRows):
+        original = task.train
+        train = LazyRows(lambda row: changed(original[row]), len(original))
+    else:
+        train = [changed(example) for example in task.train]
+    return replace(task, train=train, evaluations=evaluations)
+
+
+def _after_system_prompt(text: str, messages: Sequence[Mapping[str, Any]]) -> Messages:
+    """Returns the messages with one system prompt, the first of them."""
+    others = [
+        dict(message) for message in messages if message["role"] not in ("system", "developer")
+    ]
+    return [{"role": "system", "content": text}, *others]
+
+
 def task_of_data(
     data: Any,
     held_out: Any,
@@ -183,7 +224,7 @@ def task_of_data(
         return with_rewards(data, task, reward, functions)
     default = TaskSection()
     for key, value in vars(task).items():
-        if key not in ("name", "num_eval_questions") and value != getattr(default, key):
+        if key not in ("name", "num_eval_questions", "system") and value != getattr(default, key):
             raise ShoalError(
                 f"task.{key}={value!r} has no effect on data given from Python: leave it out"
             )

@@ -169,6 +169,8 @@ class TaskSection:
     """Columns to rename, as `wanted=yours`: [prompt=question,answer=final]."""
     template: str = key("", stages=("data", "rewards", "evaluation"))
     """Text (or a file with it) that makes the prompt from a row's columns: `Solve: {question}`."""
+    system: str = key("", stages=("data", "rewards", "evaluation"))
+    """System prompt of every row, in place of a row's own: 'Answer in one word.'"""
     split: str = key("train", stages=("data", "rewards", "evaluation"), acts_if="data is read")
     """Split to train on."""
     eval_split: str = key("test", stages=("evaluation", "data"), acts_if="data is read")

@@ -856,7 +856,7 @@ def in_brief(workshop, name: str, *changes: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("too_few", "returned 4 values for 25 completions"),
+        ("too_few", "returned 4 values for 30 completions"),
         ("wishes", "wants 'answr', which is no column"),
     ],
 )

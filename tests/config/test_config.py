@@ -327,7 +327,7 @@ def test_where_a_configuration_came_from_is_kept():
         ("train", "sampling.stop=['a]", ["sampling.stop", "quotes"]),
         ("train", "sampling.top_p=2", ["sampling.top_p=2.0", "(0, 1]"]),
         ("train", "batch.prompts_per_step=0", ["batch.prompts_per_step=0", "1 or more"]),
-        ("train", "nix.yml", ["nix.yml", "Presets: base, ", ", grpo, ", "gsm8k, "]),
+        ("train", "nix.yml", ["nix.yml", "Presets: aime24, ", ", base, ", ", grpo, ", "gsm8k, "]),
         ("train", "--config-name=gsm", ["gsm", "did you mean gsm8k?"]),
         ("train", "--config-name", ["--config-name", "nothing came"]),
         ("export", "gsm8k.yml", ["gsm8k.yml", "export has no presets"]),

@@ -652,7 +652,7 @@ def test_an_unknown_recipe_names_the_line_of_the_file(tmp_path):
     ):
         compose("train", ["recipe=nope"])
     with pytest.raises(
-        ShoalError, match=r"^nope: no preset or YAML file has this name\. Presets: base, "
+        ShoalError, match=r"^nope: no preset or YAML file has this name\. Presets: aime24, "
     ):
         compose("train", ["--config-name", "nope"])
 

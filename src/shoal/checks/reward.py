@@ -36,6 +36,7 @@ FORMS = {
     "####": ("{thought}\n{answer}", "#### {}"),
     "\\boxed": ("{thought}\n{answer}", "\\boxed{{{}}}"),
     "bare": ("{answer}", "{}"),
+    "Answer:": ("{thought}\n{answer}", "Answer: {}"),
 }
 """Form -> templates of a completion, and of the part of it that holds the answer."""
 NUM_EXAMPLES = 3

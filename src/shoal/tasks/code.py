@@ -202,7 +202,12 @@ async def passed(
             "solution": solution[i] if solution else "",
         }
         cases.append(case_of(completion_text(completion), columns))
-    outcomes = await run_all(cases)
+    return scores_of(await run_all(cases), log_extra, log_metric)
+
+
+def scores_of(outcomes: Sequence[str], log_extra: Any, log_metric: Any) -> list[float]:
+    """Returns 1.0 for each outcome of tests that is "passed", else 0.0, and logs them as `passed`
+    says; `log_extra` and `log_metric` are the run's, None outside of one."""
     if log_extra and log_metric:
         log_extra("outcome", outcomes)
         for outcome in outcomes:

@@ -360,9 +360,12 @@ def fetch_folder(task: TaskSection, published: Published) -> DataFolder:
     for split in (task.split, task.eval_split, *task.files, _TRAIN):
         patterns += splits.get(split, ())
     patterns = list(dict.fromkeys(patterns))
+    named = [file for file in task.files if file.endswith(SUFFIXES)]
     if patterns:
         # Files that are named by themselves, besides the splits.
-        patterns += [file for file in task.files if file.endswith(SUFFIXES)]
+        patterns += named
+    elif named and task.split == task.eval_split:  # no other split is evaluated on
+        patterns = named
     else:
         base = task.subset
         if not base and not path:
@@ -383,9 +386,17 @@ def _download(path: str, published: Published, patterns: list[str], **options: A
     """Downloads the files of a data set that match patterns, and returns their folder. The data set
     is `path`, or the published one if that is empty. ShoalError if the download fails. `options`
     are passed to `from_hub`, such as `revision`."""
+    from huggingface_hub.errors import GatedRepoError
+
     name = path or published.hub_id
     try:
         return from_hub(name, repo_type="dataset", allow_patterns=patterns, **options)
+    except GatedRepoError as error:
+        raise ShoalError(
+            f"task {published.task}: the data set {name} is gated: accept its terms at "
+            f"https://huggingface.co/datasets/{name}, and put a token of that account into "
+            "HF_TOKEN; or give a local copy, task.path=FOLDER"
+        ) from error
     # No network, no such data set, no permission: a local copy cures them all.
     except Exception as error:
         what = f"task {published.task}:"

@@ -19,7 +19,7 @@ from shoal.records import Example, ShoalError
 from shoal.tasks.data_folder import Published
 from shoal.tasks.graders.answer import reward_of, single_answer
 from shoal.tasks.graders.instructions import follows, read_arguments, variants
-from shoal.tasks.splits import asked_rows, is_evaluating, read_splits, with_rows
+from shoal.tasks.splits import read_splits, with_rows
 from shoal.tasks.task import Task
 
 PUBLISHED = Published(
@@ -51,20 +51,7 @@ def load(task: TaskSection) -> Task:
     an argument that no check accepts.
     """
     splits = read_splits(task, PUBLISHED, PlacedRow, spread=True)
-    evaluates_all = splits.shared or (splits.one_split and is_evaluating())
-    tags = not evaluates_all
-    if evaluates_all:
-        asked = asked_rows(len(splits.held_out), task.num_eval_questions)
-        # In place of the last note of `read_splits`, on how the rows were split.
-        splits.notes[-1] = (
-            f"ifeval: {asked} are evaluated on, with their prompts as they are; a training run "
-            "with these keys would be measured on rows that it learned from"
-        )
-    elif splits.one_split:
-        splits.notes.append(
-            "ifeval: the published prompts are a benchmark; a model that trained on some of them "
-            "has no fair figures on it any more, not even on those held out"
-        )
+    tags = not splits.note_benchmark(task.num_eval_questions)
     splits.drop_held_out(_prompt_of, "prompt")
     splits.train = _examples(splits.train, tags)
     splits.held_out = _examples(splits.held_out, tags)

@@ -130,6 +130,25 @@ class Splits:
             f"{self.task}: {self.on_purpose}: evaluated on the rows that are trained on"
         )
 
+    def note_benchmark(self, num_questions: int) -> bool:
+        """Adds a note on what it means that the data set was published to evaluate on, and returns
+        True if all its rows are evaluated on: in an evaluation, and where the user asked for the
+        rows that are trained on. Called after `read_splits`; `num_questions` is the limit of
+        questions (0: none). The note then takes the place of the last one, on how rows were
+        split."""
+        if self.shared or (self.one_split and is_evaluating()):
+            self.notes[-1] = (
+                f"{self.task}: {asked_rows(len(self.held_out), num_questions)} are evaluated on; a "
+                "training run with these keys would be measured on rows that it learned from"
+            )
+            return True
+        if self.one_split:
+            self.notes.append(
+                f"{self.task}: an evaluation set: a model that trained on some of its rows has no "
+                "fair figures on it any more, not even on those held out"
+            )
+        return False
+
     def keep(self, test: Callable[[Any], bool], expected: str, reason: str) -> None:
         """Drops the rows of both splits for which `test` is False. The report counts the dropped
         training rows under `reason`; a note counts the held-out ones. ShoalError if a split that

@@ -29,6 +29,11 @@ TASKS = {
     "ifeval": "shoal.tasks.ifeval",
     "countdown": "shoal.tasks.countdown",
     "code": "shoal.tasks.code",
+    "aime24": "shoal.tasks.aime",
+    "aime25": "shoal.tasks.aime",
+    "gpqa": "shoal.tasks.gpqa",
+    "mmlu_pro": "shoal.tasks.mmlu_pro",
+    "livecodebench": "shoal.tasks.livecodebench",
     CUSTOM: "shoal.tasks.custom",
     "environment": "shoal.tasks.openenv",
 }

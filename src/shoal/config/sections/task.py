@@ -154,7 +154,7 @@ class TaskSection:
 
     name: str = key("words", stages=("data", "rewards", "evaluation"), on_resume="fixed")
     """words | calculator | guess | gsm8k | math | ifeval | countdown | code, or custom for your own
-    data at task.path."""
+    data at task.path; to evaluate on: aime24 | aime25 | gpqa | mmlu_pro | livecodebench."""
     path: str = key("", stages=("data", "rewards", "evaluation"))
     """Your own data in place of the task's: a jsonl or parquet file, a folder of them, or a hub
     id."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ OUTCOMES = ("passed", "failed", "timed out", "crashed")
 CPU_SECONDS, WALL_SECONDS, START_SECONDS, MEMORY_BYTES = 5, 10, 10, 1 << 29
 """Limits of one completion's tests: processor time, time by the clock, how much longer the sandbox
 may take to start and end, memory."""
+MOST_OUTCOMES = 100_000
+_outcomes: dict[bytes, str] = {}
+"""Digest of a case -> its outcome, at most MOST_OUTCOMES."""
 _CASE = {
     "code": "x = 1",
     "setup": "",
@@ -124,9 +128,15 @@ def run(case: Mapping[str, Any]) -> str:
 async def run_all(cases: Sequence[Mapping[str, Any]]) -> list[str]:
     """Runs cases in sandboxes, as many at once as there are cores, and returns their outcomes in
     the order of the cases. Each outcome is one of OUTCOMES, and cached."""
+    return await in_threads(run, cases)
+
+
+async def in_threads(function: Callable[[Any], str], items: Sequence[Any]) -> list[str]:
+    """Calls a function that runs sandboxes with each item, as many at once as there are cores, and
+    returns the results in the order of the items."""
     loop = asyncio.get_running_loop()
     threads = _threads(os.getpid())
-    running = [loop.run_in_executor(threads, run, case) for case in cases]
+    running = [loop.run_in_executor(threads, function, item) for item in items]
     return list(await asyncio.gather(*running))
 
 
@@ -137,10 +147,22 @@ def _threads(process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_cores())
 
 
-@functools.lru_cache(10_000)
 def _run(text: str) -> str:
+    """Runs a case, as JSON, in a sandbox and returns its outcome. Outcomes are cached by a digest
+    of the case, which may have megabytes."""
+    digest = hashlib.sha256(text.encode()).digest()
+    outcome = _outcomes.get(digest)
+    if outcome is None:
+        outcome = _run_anew(text)
+        if len(_outcomes) >= MOST_OUTCOMES:
+            _outcomes.clear()
+        _outcomes[digest] = outcome
+    return outcome
+
+
+def _run_anew(text: str) -> str:
     """Runs a case, as JSON, in a sandbox and returns its outcome. "crashed" also means that the
-    sandbox printed no verdict. Outcomes are cached."""
+    sandbox printed no verdict."""
     seal = secrets.token_hex(16)  # the tester alone reads it, so nothing else can write a verdict
     try:
         tester = subprocess.run(

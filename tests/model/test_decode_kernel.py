@@ -22,8 +22,8 @@ from shoal.model.architecture import Layer
 from shoal.model.attention import decode_gpu, decode_tpu, selector
 from shoal.model.attention import tpu as tpu_attention
 from shoal.model.attention import trials as kernel_trials
-from shoal.model.attention.caches import PAGE, LayerCache, in_pages
-from shoal.model.attention.decode import Keys, decode_attention, online_softmax
+from shoal.model.attention.caches import PAGE, KeyCache, PagedCache, in_pages
+from shoal.model.attention.decode import Keys, SlotAttention, SlotTokens, online_softmax
 from shoal.model.attention.decode_gpu import attend_slots, block_keys, slots_at_once
 from shoal.model.attention.decode_tpu import Tiles, attend_pages
 from shoal.model.attention.reference import attend
@@ -302,17 +302,16 @@ def test_on_several_devices_each_has_its_heads(monkeypatch, platform):
         monkeypatch.setattr(module, kernel.__name__, partial(kernel, interpret=True))
     a, inputs = replace(QWEN3, head_dim=32), drawn(2, 32)
     q, k, v = jnp.split(inputs.heads, (4, 6), axis=2)
-    keys, live = LayerCache(*inputs.keys), jnp.arange(6).reshape(3, 2) != 3
+    keys, live = KeyCache(*inputs.keys), jnp.arange(6).reshape(3, 2) != 3
     pages = jnp.arange(6).reshape(3, 2, 1) if platform == "tpu" else None
     if platform == "tpu":
         own = in_pages(*inputs.keys[2:])
-        keys = LayerCache(
-            jnp.concatenate(inputs.keys[:2], -1), None, own.reshape(-1, *own.shape[3:]), None
-        )
+        prompts = jnp.concatenate(inputs.keys[:2], -1)
+        keys = PagedCache(prompts, own.reshape(-1, *own.shape[3:]))
 
     def results(tensor: int) -> list[np.ndarray]:
         model = Model(a, roles(1, 1, tensor).sampler)
-        slots = (
+        slots = SlotTokens(
             jnp.asarray(PREFIX_LEN),
             jnp.asarray(POSITION),
             jnp.int32(0),
@@ -320,7 +319,7 @@ def test_on_several_devices_each_has_its_heads(monkeypatch, platform):
             live,
             pages,
         )
-        attention = decode_attention(model, Layer(), *slots)
+        attention = SlotAttention(model, Layer(), slots)
         given = {"rope": rotary(a, slots[0][:, None] + slots[1])[0]} if platform == "gpu" else {}
         step = jax.jit(lambda *args: attention(*args, **given))
         return [np.asarray(x) for x in jax.tree.leaves(step(q, k, v, keys))]

@@ -24,7 +24,7 @@ import pytest
 import scripted_vllm
 from scripted_vllm import ScriptedServer
 from serving import serving
-from small import PLAINEST, QWEN3, AttentionOnly, causal, random_parameters, roles
+from small import PLAINEST, QWEN3, CausalRows, random_parameters, roles
 from tiny_runs import PLAIN, Workshop, metrics
 
 from shoal.config.merge import compose
@@ -865,7 +865,7 @@ def test_a_probe_has_the_log_probs_of_the_tokens_that_a_server_would_sample(para
     vocabulary = PLAINEST.vocab_size
     assert probe.logprobs.shape == (7,) and probe.next_token.shape == (4, vocabulary)
     positions = np.arange(8)[None]
-    hidden, _ = forward(model, parameters, np.array([ids]), positions, AttentionOnly(causal))
+    hidden, _ = forward(model, parameters, np.array([ids]), positions, CausalRows())
     scaled = (
         np.asarray(logits(model, parameters, hidden))[0, [one - 1 for one in beginnings]]
         / params.temperature

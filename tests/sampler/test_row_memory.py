@@ -201,7 +201,7 @@ def test_a_request_is_cancelled_of_which_rows_gave_way(base):
 @pytest.mark.slow
 def test_each_replica_has_pages_of_its_own(base):
     engine = make(8, roles(2), eos_ids=())
-    assert engine.scheduler.replicas == 2 and engine.state_shapes().caches[0].own_k.shape[0] == 16
+    assert engine.scheduler.replicas == 2 and engine.state_shapes().caches[0].own_kv.shape[0] == 16
     found = play(engine, [long(row) for row in range(7)])
     assert engine.counters["preempted_rows"] > 1 and [
         len(free) for free in pool_of(engine).free

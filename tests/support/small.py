@@ -216,26 +216,25 @@ def relative(a, b) -> float:
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
 
 
-class AttentionOnly:
-    """A `Mixing` in which all layers have this attention."""
+class CausalRows:
+    """A pass, and the attention of all its layers, in which each row attends to itself."""
 
-    def __init__(self, attention: Any) -> None:
-        self.of_all = attention
+    rotates = False
 
-    def attention(self, layer: Layer) -> Any:
-        return self.of_all
+    def attention(self, layer: Layer) -> CausalRows:
+        return self
 
     def recurrence(self, layer: Layer) -> Any:
         raise AssertionError("no layer has a recurrence")
 
-
-def causal(q: jax.Array, k: jax.Array, v: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-    """Each row attends to itself."""
-    length = q.shape[1]
-    mask = jnp.broadcast_to(
-        jnp.tril(jnp.ones((length, length), bool)), (q.shape[0], length, length)
-    )
-    return attend(q, k, v, mask), cache
+    def __call__(
+        self, q: jax.Array, k: Any, v: Any, cache: Any, *, sinks: Any = None, rope: Any = None
+    ) -> tuple[jax.Array, Any]:
+        length = q.shape[1]
+        mask = jnp.broadcast_to(
+            jnp.tril(jnp.ones((length, length), bool)), (q.shape[0], length, length)
+        )
+        return attend(q, k, v, mask), cache
 
 
 def shoal_logits(a: Architecture, parameters: Parameters, tokens: np.ndarray) -> np.ndarray:

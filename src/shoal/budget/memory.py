@@ -24,7 +24,7 @@ from shoal.budget.budget import Budget, Item, RolePlacement
 from shoal.config.train import Config
 from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
 from shoal.model.architecture import Architecture, Layer
-from shoal.model.attention.caches import PAGE, is_paged
+from shoal.model.attention.caches import PAGE, PagedCache
 from shoal.model.layers import ffn_chunks, stacked_blocks
 from shoal.model.linear import QUANTISED, Quantised
 from shoal.model.parameters import (
@@ -37,7 +37,6 @@ from shoal.model.parameters import (
     quantised_specs,
     trained_specs,
 )
-from shoal.model.recurrence import StateCache
 from shoal.model.transformer import Model
 from shoal.sampler.programs import StateSizes, state_shapes
 from shoal.trainer.schedule import schedule_of
@@ -279,15 +278,9 @@ def cache_bytes(model: Model, prompt: int, own: int) -> CacheBytes:
     slot = 0
     page = 0
     for cache in caches:
-        if isinstance(cache, StateCache):
-            row += bytes_per_device((cache.prefix_state, cache.prefix_tail))
-            slot += bytes_per_device((cache.own_state, cache.own_tail))
-            continue
-        if cache is None:  # a layer that reads another's keys
-            continue
-        row += bytes_per_device((cache.prefix_k, cache.prefix_v))
-        of_completion = bytes_per_device((cache.own_k, cache.own_v))
-        if is_paged(cache):
+        row += bytes_per_device(cache.of_prompts)
+        of_completion = bytes_per_device(cache.of_slots)
+        if isinstance(cache, PagedCache):
             page += of_completion // (own // PAGE)
         else:
             slot += of_completion

@@ -24,17 +24,45 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Model
 
 
-AttentionFn = Callable[..., tuple[jax.Array, Any]]
-"""(q[R, T, H, A], k[R, T, K, A], v[R, T, K, A], cache of the layer, sinks[H] or None) -> (out[R, T,
-H, A], new cache). An AttentionFn with a true attribute `rotates` rotates q and k itself: it gets
-both without rotary positions, and as `rope` what `rotary` returns.
+class Attention(Protocol):
+    """The attention of one kind of layer in a pass over tokens."""
 
-For a layer that reads another layer's keys it gets what that layer left (`SharedKeys`), and its new
-cache is dropped. k and v are None if the cache has them already."""
+    @property
+    def rotates(self) -> bool:
+        """True if it rotates q and k itself: it gets both without rotary positions, and as `rope`
+        the angles."""
+        ...
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        cache: Any,
+        *,
+        sinks: jax.Array | None = None,
+        rope: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """Computes attention: q[R, T, H, A], k and v [R, T, K, A], the layer's cache, sinks[H] ->
+        (out[R, T, H, A], what the pass leaves).
+
+        | pass | cache | leaves |
+        | --- | --- | --- |
+        | packed rows | None | None |
+        | prompts | None | `PromptKeys` |
+        | a piece of prompts | `PieceKeys` | `PieceKeys` |
+        | one token in each slot | `KeyCache`, `RingCache`, `PagedCache` | the same, with its key |
+        | context | `KeyCache`, `RingCache` | `KeyCache`, `ExtendedRing` |
+
+        For a layer that reads another layer's keys k, v and cache are what that one has left
+        (`SharedKeys`). k and v are None if the cache has them already."""
+        ...
+
 
 RecurrenceFn = Callable[..., tuple[jax.Array, Any]]
 """(inputs: `DeltaNetInputs` of [R, T] tokens, convolution[C, 1, size], cache of the layer) ->
-(out[R, T, Hv, dv], new cache)."""
+(out[R, T, Hv, dv], what the pass leaves): a `State`, in decoding a `StateCache`, None in packed
+rows."""
 
 
 class Mixing(Protocol):
@@ -42,13 +70,20 @@ class Mixing(Protocol):
     prompt, of a piece of one, a token in each slot, context after a completion
     (`shoal.model.mixing`)."""
 
-    def attention(self, layer: Layer) -> AttentionFn:
+    def attention(self, layer: Layer) -> Attention:
         """Returns the attention of a kind of layer."""
         ...
 
     def recurrence(self, layer: Layer) -> RecurrenceFn:
         """Returns the recurrence of a kind of layer whose mixer is a delta net."""
         ...
+
+
+class PromptKeys(NamedTuple):
+    """What prompts leave in a layer with attention: their keys, rotated, and values."""
+
+    k: jax.Array  # [R, T, K, A]
+    v: jax.Array  # as k
 
 
 class LayerInputs(NamedTuple):
@@ -65,8 +100,8 @@ NO_INPUTS = LayerInputs()
 
 
 class SharedKeys(NamedTuple):
-    """What the attention of a layer leaves for layers that read its keys: in a pass without caches
-    the keys and values, else the new cache."""
+    """What the attention of a layer gives to layers that read its keys: in a pass without caches
+    the keys and values, else the cache that has them."""
 
     k: Any  # [R, T, K, A], as attention got them; None if there is a cache
     v: Any
@@ -76,7 +111,7 @@ class SharedKeys(NamedTuple):
 class LayerAux(NamedTuple):
     """What a layer returns next to its output."""
 
-    cache: Any  # the new cache; None in training
+    cache: Any  # what the pass leaves of the layer: see `Attention`; None in training
     experts: Any = None  # int32[R, T, k]: the experts of each token; None without experts
     # int32[R, T]: how many of the experts that a token was given the router would not have chosen;
     # None if none were given
@@ -99,7 +134,7 @@ def block(
 ) -> tuple[jax.Array, LayerAux]:
     """Computes one layer of the kind `layer` with the weights `w`: x[R, T, D] -> (x[R, T, D],
     `LayerAux`). `rope` are the angles of `rotary`, for all kinds of layers; `cache` is passed to
-    the layer's attention or recurrence, and what that returns as the new cache is returned. A layer
+    the layer's attention or recurrence, and what that leaves is returned. A layer
     with a cache is compiled as one that decodes (`habits_of`). `inputs` are the layer's own;
     `keys` what the layer left whose keys this one reads, if it has none of its own."""
     read_cache = cache if keys is None else keys.cache
@@ -148,15 +183,16 @@ def _attend(
     w: Block,
     h: jax.Array,
     rope: tuple[jax.Array, jax.Array],
-    attention: AttentionFn,
+    attention: Attention,
     cache: Any,
     keys: SharedKeys | None,
     habits: Habits,
 ) -> tuple[jax.Array, Any, SharedKeys | None]:
-    """Computes the attention of a layer with its products: h[R, T, D] -> (out[R, T, D], new cache,
-    what it leaves for layers that read its keys). `rope` are the (cos, sin) of this kind of layer.
-    If the layer has fewer key/value heads than `model.key_heads_of` says, k and v are repeated
-    before `attention` gets them. `keys` are what another layer left, if this one has no keys."""
+    """Computes the attention of a layer with its products: h[R, T, D] -> (out[R, T, D], what the
+    pass leaves, the keys for layers that read this one's). `rope` are the (cos, sin) of this kind
+    of layer. If the layer has fewer key/value heads than `model.key_heads_of` says, k and v are
+    repeated before `attention` gets them. `keys` are what another layer left, if this one has no
+    keys."""
     a = model.architecture
     kept = partial(checkpoint_name, name="attention")
     q, k, v = _heads(model, layer, w, h, habits)
@@ -172,21 +208,21 @@ def _attend(
     cos, sin = rope
     rotates_halves = 2 * cos.shape[-1] == q.shape[-1]
     rotate = habits.rotate if rotates_halves else rotate_part
-    if getattr(attention, "rotates", False):
+    angles = None
+    if attention.rotates:
+        angles = rope
         if rotates_halves:
             rotate = _unrotated
         else:
             # These forms rotate the halves of a whole head: what is rotated here they get with
             # angles of 0.
-            rope = no_rotation(cos, q.shape[-1])
-        attention = partial(attention, rope=rope)
-    if w.sinks is not None:
-        attention = partial(attention, sinks=w.sinks)
+            angles = no_rotation(cos, q.shape[-1])
+    attend = partial(attention, sinks=w.sinks, rope=angles)
     q = kept(rotate(q, cos, sin))
     left = None
     out: Any
     if keys is not None:
-        out, _ = attention(q, *keys)
+        out, _ = attend(q, keys.k, keys.v, keys.cache)
     else:
         k = rotate(k, cos, sin)
         # above 1 if `tensor` has more devices than the layer has key/value heads
@@ -195,7 +231,7 @@ def _attend(
             k = model.role.constrain(jnp.repeat(k, repeats, axis=-2), "rows", None, "heads", None)
             v = model.role.constrain(jnp.repeat(v, repeats, axis=-2), "rows", None, "heads", None)
         k, v = kept(k), kept(v)
-        out, new_cache = attention(q, k, v, cache)
+        out, new_cache = attend(q, k, v, cache)
         left = SharedKeys(k, v, None) if cache is None else SharedKeys(None, None, new_cache)
         cache = new_cache
     if gate is not None:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from shoal.model.architecture import DeltaNet, Layer
 from shoal.model.attention import decode, selector
-from shoal.model.block import AttentionFn, Mixing, RecurrenceFn
+from shoal.model.block import Attention, Mixing, RecurrenceFn
 from shoal.model.delta_net import chain_before
 from shoal.model.recurrence import RowRecurrence, SequenceRecurrence, SlotRecurrence
 from shoal.model.transformer import Model
@@ -31,10 +31,10 @@ class _ByKind:
     """A `Mixing` made of two functions: of a kind of layer, and of the sizes of delta nets."""
 
     model: Model
-    make_attention: Callable[[Layer], AttentionFn]
+    make_attention: Callable[[Layer], Attention]
     make_recurrence: Callable[[DeltaNet], RecurrenceFn]
 
-    def attention(self, layer: Layer) -> AttentionFn:
+    def attention(self, layer: Layer) -> Attention:
         """Returns the attention of a kind of layer."""
         return self.make_attention(layer)
 
@@ -54,7 +54,7 @@ def row_mixing(model: Model, segment: jax.Array, prompt: jax.Array, position: ja
     if model.architecture.delta_net:
         before = chain_before(segment, prompt, model.architecture.delta_net.conv_size - 1)
 
-    def attention(layer: Layer) -> AttentionFn:
+    def attention(layer: Layer) -> Attention:
         return selector.row_attention(model, layer, segment.shape, reads)
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
@@ -71,7 +71,7 @@ def prompt_mixing(model: Model, length: jax.Array, size: int, reads: Any = ()) -
     if not reads:
         reads = selector.prompt_reads(model, length, size)
 
-    def attention(layer: Layer) -> AttentionFn:
+    def attention(layer: Layer) -> Attention:
         return selector.row_attention(model, layer, (len(length), size), reads, is_prefill=True)
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
@@ -84,12 +84,11 @@ def piece_mixing(
     model: Model, start: jax.Array, length: jax.Array, piece: int, block: int
 ) -> Mixing:
     """Returns the `Mixing` of a piece of prompts of length[R]: `piece` tokens of each, from
-    position `start` on. `block` is as in `decode.piece_attention`. A delta net's cache is (state,
-    tail) before the piece, and after it."""
+    position `start` on. `block` is as in `decode.PieceAttention`."""
     longest = length.max()
 
-    def attention(layer: Layer) -> AttentionFn:
-        return decode.piece_attention(model, layer, start, longest, block)
+    def attention(layer: Layer) -> Attention:
+        return decode.PieceAttention(model, layer, start, longest, block)
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
         count = jnp.clip(length - start, 0, piece)
@@ -98,25 +97,14 @@ def piece_mixing(
     return _ByKind(model, attention, recurrence)
 
 
-def slot_mixing(
-    model: Model,
-    prefix_len: jax.Array,
-    position: jax.Array,
-    num_prefix: jax.Array,
-    num_own: jax.Array,
-    live: jax.Array,
-    pages: jax.Array | None = None,
-) -> Mixing:
-    """Returns the `Mixing` of decoding: one token for each of [N, W] slots. The arguments are those
-    of `decode.decode_attention`."""
+def slot_mixing(model: Model, slots: decode.SlotTokens) -> Mixing:
+    """Returns the `Mixing` of decoding: one token for each of [N, W] slots."""
 
-    def attention(layer: Layer) -> AttentionFn:
-        return decode.decode_attention(
-            model, layer, prefix_len, position, num_prefix, num_own, live, pages
-        )
+    def attention(layer: Layer) -> Attention:
+        return decode.SlotAttention(model, layer, slots)
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
-        return SlotRecurrence(sizes, model.role.platform, live)
+        return SlotRecurrence(sizes, model.role.platform, slots.live)
 
     return _ByKind(model, attention, recurrence)
 
@@ -125,11 +113,10 @@ def context_mixing(
     model: Model, prefix_len: jax.Array, start: jax.Array, count: jax.Array
 ) -> Mixing:
     """Returns the `Mixing` of C tokens of context for each of M completions, after start[M] tokens
-    of the completion; the first count[M] are real. A delta net's cache is (state, tail) before the
-    context, and after it."""
+    of the completion; the first count[M] are real."""
 
-    def attention(layer: Layer) -> AttentionFn:
-        return decode.context_attention(model, layer, prefix_len, start, count)
+    def attention(layer: Layer) -> Attention:
+        return decode.ContextAttention(model, layer, prefix_len, start)
 
     def recurrence(sizes: DeltaNet) -> RecurrenceFn:
         return SequenceRecurrence(sizes, model.role.platform, count)

@@ -27,21 +27,16 @@ from shoal.model.norms import rms_norm
 from shoal.model.parameters import DeltaNetWeights
 
 if TYPE_CHECKING:
+    from shoal.model.attention.caches import StateCache
     from shoal.model.block import RecurrenceFn
     from shoal.model.transformer import Model
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StateCache:
-    """A delta net's states and tails in sampling, for N rows of W siblings: after each row's
-    prompt, and after the tokens so far of each slot's completion, which begins with its
-    prompt's."""
+class State(NamedTuple):
+    """What a delta net carries from the tokens of R sequences so far to the next ones."""
 
-    prefix_state: Any  # float32[N, Hv, dk, dv]
-    prefix_tail: Any  # [N, conv_size - 1, C]
-    own_state: Any  # float32[N, W, Hv, dk, dv]
-    own_tail: Any  # [N, W, conv_size - 1, C]
+    state: jax.Array  # float32[R, Hv, dk, dv]: of the delta rule
+    tail: jax.Array  # [R, conv_size - 1, C]: the convolution's last inputs
 
 
 class DeltaNetInputs(NamedTuple):
@@ -119,16 +114,16 @@ class RowRecurrence:
 @dataclass(frozen=True)
 class SequenceRecurrence:
     """The `RecurrenceFn` of R sequences of T tokens, of which count[R] are real: prompts, pieces of
-    prompts, and context after a completion. The cache is (state[R, Hv, dk, dv], tail[R, conv_size -
-    1, C]) before the first token, and afterwards after the last real one; None: zeros."""
+    prompts, and context after a completion. The cache is the `State` before the first token, None:
+    zeros; the new one is that after the last real token."""
 
     sizes: DeltaNet
     platform: str
     count: jax.Array
 
     def __call__(
-        self, inputs: DeltaNetInputs, convolution: jax.Array, cache: Any
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        self, inputs: DeltaNetInputs, convolution: jax.Array, cache: State | None
+    ) -> tuple[jax.Array, State]:
         mixed, log_decay, beta = inputs
         if cache is None:
             cache = empty_state(self.sizes, (len(mixed),), mixed.dtype)
@@ -137,7 +132,7 @@ class SequenceRecurrence:
         q, k, v = _by_head(self.sizes, convolved)
         tokens = q, k, v, log_decay, beta
         out, state = delta_sequence(*tokens, state, self.count, self.platform)
-        return out, (state, tail)
+        return out, State(state, tail)
 
 
 @dataclass(frozen=True)
@@ -166,12 +161,10 @@ class SlotRecurrence:
         return out, replace(cache, own_state=state, own_tail=tail)
 
 
-def empty_state(
-    sizes: DeltaNet, leading: tuple[int, ...], dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the state and the tail before the first token of sequences: zeros [leading, Hv, dk,
-    dv] in float32, and [leading, conv_size - 1, C] of `dtype`."""
+def empty_state(sizes: DeltaNet, leading: tuple[int, ...], dtype: Any) -> State:
+    """Returns the state before the first token of sequences, zeros: the delta rule's [leading, Hv,
+    dk, dv] in float32, the tail [leading, conv_size - 1, C] of `dtype`."""
     state = jnp.zeros(
         (*leading, sizes.num_value_heads, sizes.key_dim, sizes.value_dim), jnp.float32
     )
-    return state, jnp.zeros((*leading, sizes.conv_size - 1, sizes.conv_width), dtype)
+    return State(state, jnp.zeros((*leading, sizes.conv_size - 1, sizes.conv_width), dtype))

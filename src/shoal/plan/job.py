@@ -43,6 +43,10 @@ from shoal.model.attention.caches import (
     PAGE,
     RING_SLACK,
     Cache,
+    KeyCache,
+    PagedCache,
+    RingCache,
+    StateCache,
     is_ring,
     keys_at_once,
     ring_size,
@@ -58,7 +62,6 @@ from shoal.model.parameters import (
     param_specs,
     trained_specs,
 )
-from shoal.model.recurrence import StateCache
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
 from shoal.report.console import Console
@@ -369,25 +372,26 @@ class PlannedJob:
         caches = engine.state_shapes().caches
         for number in layers:
             cache = _cache_read_by(model, caches, number)
-            layer = model.architecture.layer(number)
             if isinstance(cache, StateCache):
-                num_bytes += bytes_per_device((cache.own_state, cache.own_tail))
+                num_bytes += bytes_per_device(cache.of_slots)
                 continue
-            parts = model.key_parts_of(layer)
-            if cache.own_k.ndim == 5:  # [rows, siblings, heads x parts, tokens / parts, ..]
-                slot_tokens = cache.own_k.shape[3] * parts
-            else:  # [pages, key heads, tokens of a page, ..]: a slot's share of the pool
-                tokens = cache.own_k.shape[0] * cache.own_k.shape[2]
+            if isinstance(cache, PagedCache):
+                # [pages, key heads, tokens of a page, ..]: a slot's share of the pool
+                tokens = cache.own_kv.shape[0] * cache.own_kv.shape[2]
                 slot_tokens = tokens / (engine.num_rows * engine.siblings)
-            prompt_tokens = cache.prefix_k.shape[-2] * parts
+                prompt_tokens = cache.prefix_kv.shape[2]
+            else:  # [rows, siblings, heads x parts, tokens / parts, ..]
+                parts = cache.parts if isinstance(cache, KeyCache) else 1
+                slot_tokens = cache.own_k.shape[3] * parts
+                prompt_tokens = cache.prefix_k.shape[2] * parts
             prompt_share = prompt / prompt_tokens
             completion_share = completion / slot_tokens
-            if is_ring(model, layer):  # which may have room for fewer tokens
+            if isinstance(cache, RingCache):  # which may have room for fewer tokens
                 prompt_share = min(1.0, prompt_share)
                 completion_share = min(1.0, completion_share)
             # The bytes of each cache, times the tokens read for each token that it has room for.
-            num_bytes += prompt_share * bytes_per_device((cache.prefix_k, cache.prefix_v))
-            num_bytes += completion_share * bytes_per_device((cache.own_k, cache.own_v))
+            num_bytes += prompt_share * bytes_per_device(cache.of_prompts)
+            num_bytes += completion_share * bytes_per_device(cache.of_slots)
         return num_bytes
 
     def _learning(self) -> dict[str, Planned]:

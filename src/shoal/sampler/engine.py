@@ -197,9 +197,7 @@ class Engine:
         self._state: DecodeState | None = None
         swapped_sizes = self._sizes._replace(rows=self.scheduler.swap_rows, pages=0)
         swapped_shapes = state_shapes(model, swapped_sizes)
-        layers = model.architecture.layers_in_order
-        key_parts = [model.key_parts_of(layer) for layer in layers]
-        self.parked = ParkedRows(swapped_shapes, key_parts)
+        self.parked = ParkedRows(swapped_shapes)
         # True during a call of a program whose shapes are new: it may compile for minutes.
         self.starting = False
         # (program, prompt length) that were called before, so that they are compiled

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +24,19 @@ from shoal.mesh import MAX_IN_FLIGHT, Program, Role
 from shoal.mesh.programs import CHUNKED_OPTIONS, SAMPLER_OPTIONS
 from shoal.model.architecture import Architecture, Layer
 from shoal.model.attention import caches as kv_caches
-from shoal.model.attention import decode, selector
+from shoal.model.attention import selector
 from shoal.model.attention.blocked import block_size
-from shoal.model.attention.caches import RING_SLACK, Cache, LayerCache
+from shoal.model.attention.caches import RING_SLACK, Cache, ContextSlots, PieceKeys, entries_at
+from shoal.model.attention.decode import SlotTokens
 from shoal.model.attention.selector import attention_kind, prompt_reads
-from shoal.model.block import LayerAux, LayerInputs, SharedKeys, block
+from shoal.model.block import LayerAux, LayerInputs, PromptKeys, SharedKeys, block
 from shoal.model.compiler_habits import products_joined
 from shoal.model.head import logits
 from shoal.model.layers import by_layer
 from shoal.model.mixing import context_mixing, piece_mixing, prompt_mixing, slot_mixing
 from shoal.model.norms import layer_norm
 from shoal.model.parameters import Block
-from shoal.model.recurrence import StateCache, empty_state
+from shoal.model.recurrence import empty_state
 from shoal.model.rotary import Ropes, rotary
 from shoal.model.transformer import Model, embed, forward, layer_embeddings, through_layers
 from shoal.records import Params
@@ -334,39 +335,9 @@ def _save(
 def _read_rows(state: DecodeState, rows: jax.Array, pages: jax.Array | None) -> DecodeState:
     """Returns what one replica holds of rows[M], as arrays of M rows: `_save` for a replica.
     pages[M, W, T]: the pages of the rows' completions; None if keys are not stored in pages."""
-    saved = jax.tree.map(lambda x: _slices(x, rows), _without_pools(state))
-    caches = []
-    for of_rows, cache in zip(saved.caches, state.caches, strict=True):
-        if isinstance(cache, LayerCache) and kv_caches.is_paged(cache):
-            assert pages is not None, "a cache with pages has a table of them"
-            # a page has keys and values in one array, `own_k`
-            of_rows = replace(of_rows, own_k=kv_caches.read_pages(cache.own_k, pages))
-        caches.append(of_rows)
-    return replace(saved, caches=tuple(caches))
-
-
-def _without_pools(state: DecodeState) -> DecodeState:
-    """Returns a state whose arrays all have a dimension of rows: without the pools of pages."""
-    caches: list[Any] = []
-    for cache in state.caches:
-        if isinstance(cache, LayerCache) and kv_caches.is_paged(cache):
-            # a page has keys and values in one array, so `own_v` is None already
-            cache = replace(cache, own_k=None)
-        caches.append(cache)
-    return replace(state, caches=tuple(caches))
-
-
-def _slices(x: jax.Array, *indices: jax.Array) -> jax.Array:
-    """Returns x[rows] for indices [M] of the first axis of x, or x[rows, slots] for those of the
-    first two, as an array whose first axis is M, at least 1; an index past the end reads the last
-    entry. Uses slices, because XLA for TPU reads all of x if it gathers rows of a cache."""
-    rest = x.shape[len(indices) :]
-    # [1, .., 1, rest]: one entry, which keeps the axes that the index selects from
-    sizes = (1,) * len(indices) + rest
-    slices = []
-    for index in zip(*indices, strict=True):
-        slices.append(jax.lax.dynamic_slice(x, index + (0,) * len(rest), sizes))
-    return jnp.concatenate(slices).reshape(len(slices), *rest)
+    caches = tuple(cache.read_rows(rows, pages) for cache in state.caches)
+    outside = jax.tree.map(lambda x: entries_at(x, rows), replace(state, caches=()))
+    return replace(outside, caches=caches)
 
 
 def _restore(
@@ -387,19 +358,15 @@ def _write_rows(
     """Returns one replica's state with M saved rows written to rows[M]: `_restore` for a replica.
     pages[M, W, T]: the pages to write to; None if keys are not stored in pages. Drops what has a
     row or page past the end."""
-    restored = jax.tree.map(
+    caches = []
+    for cache, saved_cache in zip(state.caches, saved.caches, strict=True):
+        caches.append(cache.write_rows(saved_cache, rows, pages))
+    outside = jax.tree.map(
         lambda x, new: x.at[rows].set(new, mode="drop"),
-        _without_pools(state),
-        _without_pools(saved),
+        replace(state, caches=()),
+        replace(saved, caches=()),
     )
-    caches: list[Any] = []
-    for of_rows, old, new in zip(restored.caches, state.caches, saved.caches, strict=True):
-        if isinstance(new, LayerCache) and kv_caches.is_paged(new):
-            # a page has keys and values in one array, `own_k`
-            own_k = cast(LayerCache, old).own_k.at[pages].set(new.own_k, mode="drop")
-            of_rows = replace(of_rows, own_k=own_k)
-        caches.append(of_rows)
-    return replace(restored, caches=tuple(caches))
+    return replace(outside, caches=tuple(caches))
 
 
 def _idle_state(model: Model, sizes: StateSizes) -> DecodeState:
@@ -449,7 +416,7 @@ def _layout(role: Role, shapes: DecodeState) -> DecodeState:
 
     caches = []
     for cache in shapes.caches:
-        caches.append(jax.tree.map(of_axes, cache, kv_caches.axes_of(cache)))
+        caches.append(jax.tree.map(of_axes, cache, cache.axes()))
     outside = jax.tree.map(by_row, replace(shapes, caches=()))
     return replace(outside, caches=tuple(caches))
 
@@ -664,7 +631,7 @@ def _embed(
     first = jnp.zeros(len(tokens), jnp.int32)
     shared: dict[str, Any] = {}
     if prefix_len is not None:
-        shared["prefix_len"] = _slices(prefix_len, where["rows"])
+        shared["prefix_len"] = entries_at(prefix_len, where["rows"])
         first = shared["prefix_len"] + where["start"]
     elif size <= piece:
         shared["reads"] = prompt_reads(model, where["length"], size)
@@ -725,10 +692,11 @@ def _prefill_layers(
     x, aux = through_layers(
         model, blocks, x, compute, kinds=kinds, inputs=_layers_first(inputs), keys=shared_keys
     )
-    left = [of_layer.cache for of_layer in aux]
+    written = []
+    for cache, of_layer in zip(caches, aux, strict=True):
+        written.append(cache.write_prompts(of_layer.cache, rows, length, model.role))
     experts = _chosen_experts(model, aux) if records_experts else ()
-    caches = kv_caches.write_prefixes(model, caches, left, rows, length, kinds)
-    return x, caches, experts, aux[0].keys if is_read else None
+    return x, tuple(written), experts, aux[0].keys if is_read else None
 
 
 def _layers_first(inputs: LayerInputs) -> LayerInputs:
@@ -788,10 +756,10 @@ def _in_pieces(
     keys: SharedKeys | None,
 ) -> tuple[jax.Array, LayerAux]:
     """Computes one layer of prompts x[R, T, D] of length[R], `piece` tokens at a time; T is a
-    multiple of `piece`. Returns (the layer's output, aux with (keys, values) of [R, T, K, A], or
-    with the (state, tail) of a delta net, and with the tokens' experts). `inputs` are those of the
-    layer; `keys` what the layer left whose keys it reads, if it has none. `cache` is unused: the
-    argument that a layer has in decoding."""
+    multiple of `piece`. Returns (the layer's output, aux with `PromptKeys`, or with the `State` of
+    a delta net, and with the tokens' experts). `inputs` are those of the layer; `keys` what the
+    layer left whose keys it reads, if it has none. `cache` is unused: the argument that a layer has
+    in decoding."""
     count, size, _ = x.shape
     longest = length.max()
     block_keys = block_size(piece, model.role.platform)
@@ -803,11 +771,11 @@ def _in_pieces(
         left = empty_state(sizes, (count,), model.dtype)
     elif keys is not None:
         left = None
-        keys = SharedKeys(None, None, _prompt_cache(keys.k.swapaxes(1, 2), keys.v.swapaxes(1, 2)))
+        keys = SharedKeys(None, None, PieceKeys.of(PromptKeys(keys.k, keys.v)))
     else:
         head_dim = model.architecture.head_dim_of(layer)
         zeros = jnp.zeros((count, model.key_heads_of(layer), size, head_dim), model.dtype)
-        left = _prompt_cache(zeros, zeros)
+        left = PieceKeys(zeros, zeros)
     experts = None
     if layer.feed_forward != "mlp":
         assert model.architecture.experts is not None
@@ -852,15 +820,10 @@ def _in_pieces(
     # ends is masked, like padding.
     first = jnp.int32(0), x, left, experts
     _, x, left, experts = jax.lax.while_loop(has_next, one_piece, first)
-    if not isinstance(left, LayerCache):
+    if not isinstance(left, PieceKeys):
         return x, LayerAux(left, experts)
-    k, v = left.prefix_k.swapaxes(1, 2), left.prefix_v.swapaxes(1, 2)
-    return x, LayerAux((k, v), experts, keys=SharedKeys(k, v, None))
-
-
-def _prompt_cache(k: jax.Array, v: jax.Array) -> LayerCache:
-    """Returns the cache of prompts with keys and values [R, K, T, A], which have no completions."""
-    return LayerCache(k, v, None, None)
+    whole = left.of_prompts()
+    return x, LayerAux(whole, experts, keys=SharedKeys(whole.k, whole.v, None))
 
 
 def _join(
@@ -884,7 +847,8 @@ def _join(
     last = state.last[sources]
     # Copy the keys once for each row that is filled: if rows were read through pointers, each
     # token's attention would gather rows of keys, which XLA for TPU makes a loop over them.
-    state = replace(state, caches=kv_caches.copy_prefixes(state.caches, sources, rows))
+    caches = tuple(cache.copy_prompts(sources, rows) for cache in state.caches)
+    state = replace(state, caches=caches)
     return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, choice)
 
 
@@ -1011,89 +975,19 @@ def _feed_layers(
     completions' keys; None if keys are not stored in pages."""
 
     kinds = kinds or model.architecture.layers_in_order
-    read = [_read_context(cache, rows, slots, start, pages) for cache in caches]
+    at = ContextSlots(rows, slots, start, count, pages)
+    read = [cache.read_completions(at) for cache in caches]
     mixing = context_mixing(model, prefix_len, start, count)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
     compute = partial(block, model, rope=rope, mixing=mixing)
-    size = x.shape[1]
     x, aux = through_layers(
         model, blocks, x, compute, read, kinds, _layers_first(inputs), shared_keys
     )
     written = []
-    for layer, cache, of_layer in zip(kinds, caches, aux, strict=True):
-        new = of_layer.cache
-        if isinstance(new, LayerCache):
-            new = decode.kept_of_context(model, layer, new, start, count, size)
-        written.append(_write_context(cache, new, rows, slots, pages))
+    for cache, of_layer in zip(caches, aux, strict=True):
+        written.append(cache.write_completions(of_layer.cache, at))
     experts = _chosen_experts(model, aux) if records_experts else ()
     return x, tuple(written), experts, aux[0].keys if is_read else None
-
-
-def _read_context(
-    cache: Cache,
-    rows: jax.Array,
-    slots: jax.Array,
-    start: jax.Array,
-    pages: jax.Array | None,
-) -> Any:
-    """Returns what one layer's cache holds of the completions at rows[M], slots[M], which have
-    start[M] tokens: a `LayerCache` without pages, or the (state, tail) of a delta net; None if the
-    layer has no cache."""
-    if cache is None:
-        return None
-    if isinstance(cache, StateCache):
-        # A completion that is computed from its first token on begins with its prompt's state.
-        is_first = start == 0
-
-        def of_completion(prefix: jax.Array, own: jax.Array) -> jax.Array:
-            prompts = _slices(prefix, rows)
-            at_start = jnp.expand_dims(is_first, tuple(range(1, prompts.ndim)))
-            return jnp.where(at_start, prompts, _slices(own, rows, slots))
-
-        return (
-            of_completion(cache.prefix_state, cache.own_state),
-            of_completion(cache.prefix_tail, cache.own_tail),
-        )
-
-    def prompt_keys(keys: jax.Array) -> jax.Array:
-        return _slices(keys, rows)
-
-    def own_keys(keys: jax.Array) -> jax.Array:
-        """Returns the cached keys (or values) of the completions."""
-        if kv_caches.is_paged(cache):
-            assert pages is not None, "a cache with pages has a table of them"
-            return kv_caches.read_pages(keys, pages)
-        return _slices(keys, rows, slots)
-
-    prefix_k, prefix_v = jax.tree.map(prompt_keys, (cache.prefix_k, cache.prefix_v))
-    own_k, own_v = jax.tree.map(own_keys, (cache.own_k, cache.own_v))
-    return kv_caches.out_of_pages(LayerCache(prefix_k, prefix_v, own_k, own_v))
-
-
-def _write_context(
-    cache: Cache, new: Any, rows: jax.Array, slots: jax.Array, pages: jax.Array | None
-) -> Cache:
-    """Returns one layer's cache with (keys, values) or (state, tail) `new` of the completions at
-    rows[M], slots[M]; nothing is written for a row past the end. None if the layer has no cache."""
-    if cache is None:
-        return None
-    index: Any = (rows, slots)
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        # Write whole slots: to write the new keys alone, XLA for TPU copies the whole cache to
-        # another layout and back.
-        return old.at[index].set(new, mode="drop")
-
-    if isinstance(cache, StateCache):
-        state, tail = new
-        own_tail = put(cache.own_tail, tail)
-        return replace(cache, own_state=put(cache.own_state, state), own_tail=own_tail)
-    if kv_caches.is_paged(cache):
-        index = pages
-        # a page has keys and values in one array
-        new = kv_caches.in_pages(*new), None
-    own_k, own_v = jax.tree.map(put, (cache.own_k, cache.own_v), new)
-    return replace(cache, own_k=own_k, own_v=own_v)
 
 
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
@@ -1216,7 +1110,15 @@ def _decode(
         position = s.length - 1
         # Most keys that a live slot has: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        mixing = slot_mixing(model, s.prefix_len, position, num_prefix, num_own, ~s.done, pages)
+        slots = SlotTokens(
+            prefix_len=s.prefix_len,
+            position=position,
+            num_prefix=num_prefix,
+            num_own=num_own,
+            live=~s.done,
+            pages=pages,
+        )
+        mixing = slot_mixing(model, slots)
         positions = s.prefix_len[:, None] + position
         hidden, aux = forward(model, parameters, s.token, positions, mixing, s.caches)
         caches = tuple(of_layer.cache for of_layer in aux)

@@ -7,12 +7,11 @@ import operator
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import numpy as np
 
-from shoal.model.attention.caches import NO_PAGE, LayerCache
+from shoal.model.attention.caches import NO_PAGE
 from shoal.sampler.programs import DecodeState
 
 
@@ -112,11 +111,9 @@ class ParkedRows:
     only as many keys as they have. A row is kept until it is taken or its request is forgotten. The
     engine owns it.
 
-    `shapes`: shapes of the rows that one program saves or restores. `key_parts`: for each layer the
-    number of devices over which the positions of its cache are split."""
+    `shapes`: shapes of the rows that one program saves or restores."""
 
     shapes: DecodeState
-    key_parts: Sequence[int]
     # saved rows, as NumPy arrays without the dimension of rows
     _saved: dict[SubgroupKey, DecodeState] = field(default_factory=dict)
     _arriving: deque[tuple[dict[SubgroupKey, int], DecodeState]] = field(default_factory=deque)
@@ -147,13 +144,7 @@ class ParkedRows:
         key of its longest completion. The positions behind hold no key and are most of the row."""
         num_prompt = int(np.max(row.prefix_len))
         num_own = int(np.max(row.length))
-        caches: list[Any] = []
-        for cache, parts in zip(row.caches, self.key_parts, strict=True):
-            if isinstance(cache, LayerCache):
-                # Each part of a cache has every `parts`-th position: it is cut at this share of the
-                # length, rounded up. A ring may be shorter.
-                cache = _cut(cache, -(-num_prompt // parts), -(-num_own // parts))
-            caches.append(cache)
+        caches = [cache.used_part(num_prompt, num_own) for cache in row.caches]
         return jax.tree.map(np.copy, replace(row, caches=tuple(caches)))
 
     def take(self, positions: Sequence[tuple[SubgroupKey, int]]) -> DecodeState:
@@ -182,22 +173,3 @@ class ParkedRows:
         keys = [key for key in self._saved if key[0] == id]
         for key in keys:
             del self._saved[key]
-
-
-def _cut(cache: LayerCache, num_prompt: int, num_own: int) -> LayerCache:
-    """Returns the cache of a saved row with at most `num_prompt` keys of its prompt and `num_own`
-    of each completion."""
-
-    def used_prefix(keys: np.ndarray) -> np.ndarray:
-        return keys[:, :num_prompt]  # [K, Tp, A]: K heads, Tp positions
-
-    def used_own(keys: np.ndarray) -> np.ndarray:
-        """Returns the completions' keys up to the longest one's last."""
-        if keys.ndim == 5:  # by pages: [W, T, K, PAGE, 2 A], T pages a slot
-            num_pages = -(-num_own // keys.shape[-2])
-            return keys[:, :num_pages]
-        return keys[:, :, :num_own]  # [W, K, C, A]: C positions
-
-    prefix_k, prefix_v = jax.tree.map(used_prefix, (cache.prefix_k, cache.prefix_v))
-    own_k, own_v = jax.tree.map(used_own, (cache.own_k, cache.own_v))
-    return LayerCache(prefix_k, prefix_v, own_k, own_v)

@@ -1,27 +1,40 @@
-"""Caches of sampling, one for each layer: a prompt's once for its row, a completion's in its own
+"""Caches of sampling, one for each layer: of a prompt once for its row, of a completion in its own
 slot.
 
-    LayerCache    keys and values: of all tokens, or of a window's last ones, as a ring
+    KeyCache      keys and values of all tokens
+    RingCache     keys and values of a window's last tokens
+    PagedCache    keys and values of all tokens; those of completions in pages of a pool
     StateCache    the states of a delta net
+    NoCache       nothing, because the layer reads the keys of another one
 
-A kind of layer without keys of its own has no cache, None.
+Each is a tree of arrays over N rows of W slots, with the methods of `Cache`. `empty` decides which
+one a layer has. The steps of sampling use them so:
+
+    prefill          `write_prompts`
+    join             `copy_prompts`
+    feed             `read_completions`; the layer appends the context; `write_completions`
+    decode           the layer reads and writes it (`SlotAttention`, `SlotRecurrence`)
+    save, restore    `read_rows`, `write_rows`
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from shoal.mesh import Role
 from shoal.model.architecture import Layer
-from shoal.model.attention.rule import ring_places
+from shoal.model.attention.rule import places, ring_places
 from shoal.model.attention.selector import by_pages
-from shoal.model.recurrence import StateCache, empty_state
+from shoal.model.block import PromptKeys
+from shoal.model.recurrence import State, empty_state
 from shoal.model.transformer import Model
 
 KEY_BLOCK = 64
@@ -82,31 +95,533 @@ def cache_size(tokens: int, platform: str, parts: int = 1) -> int:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class LayerCache:
-    """One layer's keys and values for N rows of W siblings: of prompts [N, K, Tp, A], of
-    completions [N, W, K, C, A].
+class ContextSlots:
+    """The completions that a feed computes context of, at most M, and how many tokens each has
+    before it. A row past the end stands for no completion: nothing is written for it."""
+
+    rows: Any  # int32[M]
+    slots: Any  # int32[M]
+    start: Any  # int32[M]: tokens of the completion before the context
+    count: Any  # int32[M]: tokens of context; those behind them are padding
+    pages: Any = None  # int32[M, T]: the page table of each; None if keys are not stored in pages
+
+
+class Cache(ABC):
+    """What one layer keeps of the tokens before: a tree of arrays, of prompts by row, of
+    completions by row and slot.
+
+    A further kind of cache is a class with these methods, which `empty` makes for its kind of
+    layer. A row number past the end reads the last row, and writes nothing."""
+
+    @property
+    @abstractmethod
+    def of_prompts(self) -> tuple[Any, ...]:
+        """The arrays that each row has once, for its prompt."""
+
+    @property
+    @abstractmethod
+    def of_slots(self) -> tuple[Any, ...]:
+        """The arrays that each slot has for its completion."""
+
+    @abstractmethod
+    def axes(self) -> Self:
+        """Returns the logical axes of the arrays in the same tree: a tuple for each array. Rows
+        come first, also of a pool of pages, and key or value heads are split."""
+
+    @abstractmethod
+    def write_prompts(self, left: Any, rows: jax.Array, length: jax.Array, role: Role) -> Self:
+        """Writes what prompts of length[R] left in the layer, `PromptKeys` or a `State`, to
+        rows[R], where completions begin."""
+
+    @abstractmethod
+    def copy_prompts(self, sources: jax.Array, rows: jax.Array) -> Self:
+        """Copies what prompts left from rows sources[M] to rows[M], where completions begin. The
+        slots' own keys are not copied."""
+
+    @abstractmethod
+    def read_completions(self, at: ContextSlots) -> Any:
+        """Returns what the layer reads of M completions to compute context after them: of keys a
+        `KeyCache` or `RingCache` whose arrays have no dimension of slots, [M, K, T, A]; of a delta
+        net the `State`."""
+
+    @abstractmethod
+    def write_completions(self, new: Any, at: ContextSlots) -> Self:
+        """Writes the completions that `read_completions` returned, as the layer has made them
+        `new`."""
+
+    def read_rows(self, rows: jax.Array, pages: jax.Array | None) -> Self:
+        """Returns a cache of rows[M] alone. pages[M, W, T] is their page table; None if keys are
+        not stored in pages."""
+        return jax.tree.map(lambda array: entries_at(array, rows), self)
+
+    def write_rows(self, saved: Any, rows: jax.Array, pages: jax.Array | None) -> Self:
+        """Writes the M rows that `read_rows` returned to rows[M], and to pages[M, W, T]. A page
+        past the end is dropped, too."""
+        return jax.tree.map(partial(_put, (rows,)), self, saved)
+
+    def used_part(self, num_prompt: int, num_own: int) -> Self:
+        """Returns the part of one saved row, whose NumPy arrays have no dimension of rows, that a
+        prompt of `num_prompt` tokens and completions of up to `num_own` have filled."""
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NoCache(Cache):
+    """The cache of a layer that reads the keys of another one: none."""
+
+    @property
+    def of_prompts(self) -> tuple[()]:
+        return ()
+
+    @property
+    def of_slots(self) -> tuple[()]:
+        return ()
+
+    def axes(self) -> Self:
+        return self
+
+    def write_prompts(self, left: Any, rows: jax.Array, length: jax.Array, role: Role) -> Self:
+        return self
+
+    def copy_prompts(self, sources: jax.Array, rows: jax.Array) -> Self:
+        return self
+
+    def read_completions(self, at: ContextSlots) -> Self:
+        return self
+
+    def write_completions(self, new: Any, at: ContextSlots) -> Self:
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StateCache(Cache):
+    """The states and tails of a delta net (`State`): after each row's prompt, and after the tokens
+    so far of each slot's completion, which begins with its prompt's."""
+
+    prefix_state: Any  # float32[N, Hv, dk, dv]
+    prefix_tail: Any  # [N, conv_size - 1, C]
+    own_state: Any  # float32[N, W, Hv, dk, dv]
+    own_tail: Any  # [N, W, conv_size - 1, C]
+
+    @property
+    def of_prompts(self) -> tuple[Any, ...]:
+        return self.prefix_state, self.prefix_tail
+
+    @property
+    def of_slots(self) -> tuple[Any, ...]:
+        return self.own_state, self.own_tail
+
+    def axes(self) -> Self:
+        return replace(
+            self,
+            prefix_state=_axes(self.prefix_state, heads_from_end=3),
+            prefix_tail=_axes(self.prefix_tail),
+            own_state=_axes(self.own_state, heads_from_end=3),
+            own_tail=_axes(self.own_tail),
+        )
+
+    def write_prompts(self, left: State, rows: jax.Array, length: jax.Array, role: Role) -> Self:
+        return self._begin(left, rows)
+
+    def copy_prompts(self, sources: jax.Array, rows: jax.Array) -> Self:
+        left = State(self.prefix_state[sources], self.prefix_tail[sources])
+        return self._begin(left, rows)
+
+    def _begin(self, left: State, rows: jax.Array) -> Self:
+        """Writes what prompts left to rows[R], for the prompt and for each of its completions,
+        which begin with it."""
+
+        def write_to_slots(old: jax.Array, new: jax.Array) -> jax.Array:
+            of_slots = jnp.broadcast_to(new[:, None], (len(new), *old.shape[1:]))
+            return _put((rows,), old, of_slots)
+
+        return replace(
+            self,
+            prefix_state=_put((rows,), self.prefix_state, left.state),
+            prefix_tail=_put((rows,), self.prefix_tail, left.tail),
+            own_state=write_to_slots(self.own_state, left.state),
+            own_tail=write_to_slots(self.own_tail, left.tail),
+        )
+
+    def read_completions(self, at: ContextSlots) -> State:
+        # A completion that is computed from its first token on begins with its prompt's state.
+        is_first = at.start == 0
+
+        def of_completions(prefix: jax.Array, own: jax.Array) -> jax.Array:
+            prompts = entries_at(prefix, at.rows)
+            at_start = jnp.expand_dims(is_first, tuple(range(1, prompts.ndim)))
+            return jnp.where(at_start, prompts, entries_at(own, at.rows, at.slots))
+
+        return State(
+            of_completions(self.prefix_state, self.own_state),
+            of_completions(self.prefix_tail, self.own_tail),
+        )
+
+    def write_completions(self, new: State, at: ContextSlots) -> Self:
+        index = at.rows, at.slots
+        return replace(
+            self,
+            own_state=_put(index, self.own_state, new.state),
+            own_tail=_put(index, self.own_tail, new.tail),
+        )
+
+
+@dataclass(frozen=True)
+class SlotKeys(Cache):
+    """Keys and values of prompts by row and of completions by slot: what `KeyCache` and `RingCache`
+    have in common. They differ in which index a token has.
 
     Heads come before positions, as attention reads them: otherwise all keys would be transposed
-    before each product. If a head is on several devices (`Model.key_parts`), K counts parts of
-    heads, and part p % parts holds position p at p // parts: all parts grow alike.
+    before each product."""
 
-    A layer with a window keeps only the last keys if that is less (`ring_size`): position p is at p
-    % Tp of a prompt, at p % C of a completion.
+    prefix_k: Any  # [N, K, Tp, A]
+    prefix_v: Any  # as prefix_k
+    own_k: Any  # [N, W, K, T, A]
+    own_v: Any  # as own_k
 
-    If decoding reads by pages (`by_pages`), values stand next to their keys, [.., 2 A], in prefix_k
-    and own_k, and prefix_v and own_v are None; own_k is then a pool of pages for all slots, [P, K,
-    PAGE, 2 A]. A table int32[N, W, C / PAGE] on the host says which pages are whose. For rows that
-    were saved, own_k is [N, W, C / PAGE, K, PAGE, 2 A].
-    """
+    @property
+    def of_prompts(self) -> tuple[Any, ...]:
+        return self.prefix_k, self.prefix_v
 
-    prefix_k: Any
-    prefix_v: Any
-    own_k: Any
-    own_v: Any
+    @property
+    def of_slots(self) -> tuple[Any, ...]:
+        return self.own_k, self.own_v
+
+    @abstractmethod
+    def own_index(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        """Returns the index among a slot's T keys of the token at position[..] of its completion.
+        `part`: which part of the positions this device has, if they are split (`KeyCache.parts`);
+        the index of a token of another part is T."""
+
+    @abstractmethod
+    def prefix_places(self, prefix_len: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        """Returns the position in its prompt, of prefix_len[N] tokens, of each of Tp keys:
+        int32[Tp] or [N, 1, Tp]. Below 0 is no key."""
+
+    @abstractmethod
+    def own_places(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        """Returns the position in its completion, whose last token is at position[N, W], of each of
+        T keys: int32[T] or [N, W, T]. Below 0 is no key."""
+
+    @abstractmethod
+    def append(self, k: jax.Array, v: jax.Array, start: jax.Array) -> SlotKeys | ExtendedRing:
+        """Appends keys and values [M, C, K, A] of context to M completions of start[M] tokens, in a
+        cache that `read_completions` returned."""
+
+    def axes(self) -> Self:
+        return jax.tree.map(partial(_axes, heads_from_end=3), self)
+
+    def _write_first_keys(self, k: jax.Array, v: jax.Array, rows: jax.Array) -> Self:
+        """Writes keys and values [R, T, K, A] to the first T indices of the prompts at rows[R].
+        What is beyond the cache's size is padding of the prompts, and not written."""
+        return replace(
+            self,
+            prefix_k=_put_first_keys(self.prefix_k, k, rows),
+            prefix_v=_put_first_keys(self.prefix_v, v, rows),
+        )
+
+    def copy_prompts(self, sources: jax.Array, rows: jax.Array) -> Self:
+        return replace(
+            self,
+            prefix_k=_put((rows,), self.prefix_k, self.prefix_k[sources]),
+            prefix_v=_put((rows,), self.prefix_v, self.prefix_v[sources]),
+        )
+
+    def write_tokens(
+        self, k: jax.Array, v: jax.Array, position: jax.Array, part: jax.Array | None = None
+    ) -> Self:
+        """Writes the key and value [N, W, K, A] of the token at position[N, W] of each slot."""
+        index = self.own_index(position[..., None], part)
+        # No index is checked: a position is always within its cache, or in another device's part.
+        mode = "promise_in_bounds" if part is None else "drop"
+
+        def write(keys: jax.Array, new: jax.Array) -> jax.Array:
+            row, slot, head = jnp.indices(new.shape[:3], sparse=True)
+            # XLA for TPU compiles a scatter to a loop over slots if two of them might coincide. If
+            # all heads were written at once, XLA would transpose the whole cache at both ends of
+            # every dispatch.
+            return keys.at[row, slot, head, index].set(
+                new, unique_indices=True, indices_are_sorted=True, mode=mode
+            )
+
+        return replace(self, own_k=write(self.own_k, k), own_v=write(self.own_v, v))
+
+    def read_completions(self, at: ContextSlots) -> Self:
+        return replace(
+            self,
+            prefix_k=entries_at(self.prefix_k, at.rows),
+            prefix_v=entries_at(self.prefix_v, at.rows),
+            own_k=entries_at(self.own_k, at.rows, at.slots),
+            own_v=entries_at(self.own_v, at.rows, at.slots),
+        )
+
+    def _write_slots(self, k: jax.Array, v: jax.Array, at: ContextSlots) -> Self:
+        """Writes the keys and values [M, K, T, A] of whole slots."""
+        # Whole slots: to write the new keys alone, XLA for TPU copies the whole cache to another
+        # layout and back.
+        index = at.rows, at.slots
+        return replace(self, own_k=_put(index, self.own_k, k), own_v=_put(index, self.own_v, v))
+
+    def _first_keys(self, num_prompt: int, num_own: int) -> Self:
+        """Returns the first keys of a saved row."""
+        return replace(
+            self,
+            prefix_k=self.prefix_k[:, :num_prompt],
+            prefix_v=self.prefix_v[:, :num_prompt],
+            own_k=self.own_k[:, :, :num_own],
+            own_v=self.own_v[:, :, :num_own],
+        )
 
 
-Cache = LayerCache | StateCache | None
-"""The cache of one layer; None of a layer that reads the keys of another one."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KeyCache(SlotKeys):
+    """Keys and values of all tokens. Position p is at index p.
+
+    If a head is on several devices (`Model.key_parts_of`), its positions are split into `parts`,
+    and K counts parts of heads: part p % parts holds position p, at index p // parts. So all parts
+    grow alike."""
+
+    parts: int = field(default=1, metadata={"static": True})
+
+    def own_index(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        if part is None:
+            return position
+        past_end = self.own_k.shape[-2]
+        return jnp.where(position % self.parts == part, position // self.parts, past_end)
+
+    def prefix_places(self, prefix_len: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        return places(self.prefix_k.shape[-2], self.parts, part)
+
+    def own_places(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        return places(self.own_k.shape[-2], self.parts, part)
+
+    def write_prompts(
+        self, left: PromptKeys, rows: jax.Array, length: jax.Array, role: Role
+    ) -> Self:
+        if self.parts > 1:
+            heads = PartitionSpec(None, None, "tensor")
+            select = partial(_select_part, self.parts)
+            left = on_tensor_devices(role, select, (heads,), heads, left, parts=self.parts)
+        return self._write_first_keys(left.k, left.v, rows)
+
+    def append(self, k: jax.Array, v: jax.Array, start: jax.Array) -> KeyCache:
+        """As `SlotKeys.append`. Padding of the context that would be past the end is dropped."""
+
+        def append(own: jax.Array, new: jax.Array) -> jax.Array:
+            new = new.swapaxes(1, 2)  # [M, K, C, A]
+            # A slice past the end would be moved back, over older keys. So it gets room there,
+            # which is cut off again.
+            longer = jnp.pad(own, ((0, 0), (0, 0), (0, new.shape[2]), (0, 0)))
+            update = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
+            return update(longer, new, start)[:, :, : own.shape[2]]
+
+        return replace(self, own_k=append(self.own_k, k), own_v=append(self.own_v, v))
+
+    def write_completions(self, new: KeyCache, at: ContextSlots) -> Self:
+        return self._write_slots(new.own_k, new.own_v, at)
+
+    def used_part(self, num_prompt: int, num_own: int) -> Self:
+        # Each part has every `parts`-th position: it is filled up to this share, rounded up.
+        return self._first_keys(-(-num_prompt // self.parts), -(-num_own // self.parts))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RingCache(SlotKeys):
+    """Keys and values of the last tokens, as a layer with a window reads them (`ring_size`).
+    Position p is at index p % Tp of a prompt, p % T of a completion."""
+
+    def own_index(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        return position % self.own_k.shape[-2]
+
+    def prefix_places(self, prefix_len: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        return ring_places(prefix_len - 1, self.prefix_k.shape[-2])[:, None]
+
+    def own_places(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        return ring_places(position, self.own_k.shape[-2])
+
+    def write_prompts(
+        self, left: PromptKeys, rows: jax.Array, length: jax.Array, role: Role
+    ) -> Self:
+        k, v = left
+        size = self.prefix_k.shape[-2]
+        if k.shape[1] > size:
+            # The last keys of each prompt, at their indices in the ring.
+            position = jnp.maximum(ring_places(length - 1, size), 0)[..., None, None]
+            k = jnp.take_along_axis(k, position, axis=1)
+            v = jnp.take_along_axis(v, position, axis=1)
+        return self._write_first_keys(k, v, rows)
+
+    def append(self, k: jax.Array, v: jax.Array, start: jax.Array) -> ExtendedRing:
+        own_k = jnp.concatenate([self.own_k, k.swapaxes(1, 2)], axis=2)
+        own_v = jnp.concatenate([self.own_v, v.swapaxes(1, 2)], axis=2)
+        return ExtendedRing(self.prefix_k, self.prefix_v, own_k, own_v, num_new=k.shape[1])
+
+    def write_completions(self, new: ExtendedRing, at: ContextSlots) -> Self:
+        own_k, own_v = new.last_keys(at.start, at.count)
+        return self._write_slots(own_k, own_v, at)
+
+    def used_part(self, num_prompt: int, num_own: int) -> Self:
+        return self._first_keys(num_prompt, num_own)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExtendedRing:
+    """The rings of M completions with the keys of context behind them: in the ring, which may be
+    shorter than the context, they would replace keys that the context reads."""
+
+    prefix_k: Any  # [M, K, Tp, A]
+    prefix_v: Any  # as prefix_k
+    own_k: Any  # [M, K, T + C, A]
+    own_v: Any  # as own_k
+    num_new: int = field(metadata={"static": True})  # C
+
+    @property
+    def ring_size(self) -> int:
+        """T, the keys of the ring."""
+        return self.own_k.shape[2] - self.num_new
+
+    def prefix_places(self, prefix_len: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        """As `SlotKeys.prefix_places`."""
+        return ring_places(prefix_len - 1, self.prefix_k.shape[2])[:, None]
+
+    def own_places(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        """Returns the position in its completion of each key, int32[M, 1, T + C]. position[M, C]
+        are those of the context."""
+        of_ring = ring_places(position[:, 0] - 1, self.ring_size)
+        return jnp.concatenate([of_ring, position], axis=1)[:, None]
+
+    def last_keys(self, start: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the rings' keys and values [M, K, T, A] after the first count[M] tokens of the
+        context, which began at position start[M]: these replace the oldest keys."""
+        place = ring_places(start + count - 1, self.ring_size)  # [M, T]
+        is_new = (place >= start[:, None])[:, None, :, None]
+        index = jnp.clip(place - start[:, None], 0, self.num_new - 1)[:, None, :, None]
+
+        def last(both: jax.Array) -> jax.Array:
+            ring, new = jnp.split(both, [self.ring_size], axis=2)
+            return jnp.where(is_new, jnp.take_along_axis(new, index, axis=2), ring)
+
+        return last(self.own_k), last(self.own_v)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedCache(Cache):
+    """Keys and values of all tokens, beside each other, as the kernel for TPUs reads them. Those of
+    completions are in pages of a pool that all slots share. A page table int32[N, W, T] on the host
+    says which pages are whose (vLLM calls it the block table).
+
+    Of saved rows, which have no pool, `own_kv` is [N, W, T, K, PAGE, 2 A]."""
+
+    prefix_kv: Any  # [N, K, Tp, 2 A]
+    own_kv: Any  # [P, K, PAGE, 2 A]: P pages
+
+    @property
+    def of_prompts(self) -> tuple[Any, ...]:
+        return (self.prefix_kv,)
+
+    @property
+    def of_slots(self) -> tuple[Any, ...]:
+        return (self.own_kv,)
+
+    def axes(self) -> Self:
+        return jax.tree.map(partial(_axes, heads_from_end=3), self)
+
+    def write_prompts(
+        self, left: PromptKeys, rows: jax.Array, length: jax.Array, role: Role
+    ) -> Self:
+        both = jnp.concatenate(left, -1)
+        return replace(self, prefix_kv=_put_first_keys(self.prefix_kv, both, rows))
+
+    def copy_prompts(self, sources: jax.Array, rows: jax.Array) -> Self:
+        return replace(self, prefix_kv=_put((rows,), self.prefix_kv, self.prefix_kv[sources]))
+
+    def write_tokens(
+        self, k: jax.Array, v: jax.Array, position: jax.Array, live: jax.Array, pages: jax.Array
+    ) -> Self:
+        """Writes the key and value [N, W, K, A] of the token at position[N, W] of each slot to its
+        page; those of slots that are not live[N, W] are dropped. pages[N, W, T]: the page table."""
+        # Slots that sample nothing write past the end, each to another place: XLA compiles a
+        # scatter whose places might coincide to a loop.
+        num_pages = len(self.own_kv)
+        past_end = num_pages + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
+        page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
+        page = jnp.where(live[..., None], page, past_end[..., None])
+        new = jnp.concatenate([k, v], -1)
+        own_kv = self.own_kv.at[page, jnp.arange(k.shape[2]), position[..., None] % PAGE].set(
+            new, unique_indices=True, mode="drop"
+        )
+        return replace(self, own_kv=own_kv)
+
+    def read_completions(self, at: ContextSlots) -> KeyCache:
+        own = self._read_pages(at.pages).swapaxes(-4, -3)  # [M, K, T, PAGE, 2 A]
+        own = jax.lax.collapse(own, own.ndim - 3, own.ndim - 1)  # [M, K, T x PAGE, 2 A]
+        prefix_k, prefix_v = jnp.split(entries_at(self.prefix_kv, at.rows), 2, -1)
+        own_k, own_v = jnp.split(own, 2, -1)
+        return KeyCache(prefix_k, prefix_v, own_k, own_v)
+
+    def write_completions(self, new: KeyCache, at: ContextSlots) -> Self:
+        pages = in_pages(new.own_k, new.own_v)
+        return replace(self, own_kv=_put(at.pages, self.own_kv, pages))
+
+    def read_rows(self, rows: jax.Array, pages: jax.Array | None) -> Self:
+        prefix_kv = entries_at(self.prefix_kv, rows)
+        return replace(self, prefix_kv=prefix_kv, own_kv=self._read_pages(pages))
+
+    def write_rows(self, saved: Any, rows: jax.Array, pages: jax.Array | None) -> Self:
+        return replace(
+            self,
+            prefix_kv=_put((rows,), self.prefix_kv, saved.prefix_kv),
+            own_kv=_put(pages, self.own_kv, saved.own_kv),
+        )
+
+    def used_part(self, num_prompt: int, num_own: int) -> Self:
+        num_pages = -(-num_own // PAGE)
+        return replace(
+            self, prefix_kv=self.prefix_kv[:, :num_prompt], own_kv=self.own_kv[:, :num_pages]
+        )
+
+    def _read_pages(self, pages: jax.Array | None) -> jax.Array:
+        """Reads the pages with the numbers pages[..]; returns [.., K, PAGE, 2 A]. A number past the
+        end, like NO_PAGE, reads the last page."""
+        assert pages is not None, "a cache with pages has a table of them"
+
+        def read_page(page: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(self.own_kv, page, keepdims=False)
+
+        # One page after another: XLA for TPU reads all of a pool if it gathers pages of it.
+        read = jax.lax.map(read_page, pages.reshape(-1))
+        return read.reshape(pages.shape + self.own_kv.shape[1:])
+
+
+class PieceKeys(NamedTuple):
+    """Keys and values of prompts that are computed piece by piece (chunked prefill), of the pieces
+    so far. The order is that of caches."""
+
+    k: jax.Array  # [R, K, T, A]
+    v: jax.Array  # as k
+
+    @classmethod
+    def of(cls, keys: PromptKeys) -> PieceKeys:
+        """Returns keys of whole prompts in this order."""
+        return cls(keys.k.swapaxes(1, 2), keys.v.swapaxes(1, 2))
+
+    def write(self, k: jax.Array, v: jax.Array, start: jax.Array) -> PieceKeys:
+        """Writes keys and values [R, C, K, A] of a piece that begins at position `start`."""
+
+        def write(before: jax.Array, new: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_update_slice_in_dim(before, new.swapaxes(1, 2), start, 2)
+
+        return PieceKeys(write(self.k, k), write(self.v, v))
+
+    def of_prompts(self) -> PromptKeys:
+        """Returns the keys as a prefill of whole prompts leaves them."""
+        return PromptKeys(self.k.swapaxes(1, 2), self.v.swapaxes(1, 2))
 
 
 def empty(
@@ -118,17 +633,16 @@ def empty(
     `pages` pages; with `pages` 0 each slot has pages of its own, as saved rows have."""
     # The dimensions in front of a page: of one pool, or of each slot's own pages.
     pool = (pages,) if pages else (rows, siblings, own // PAGE)
-    caches = []
-    for number in range(model.architecture.num_layers):
-        layer = model.architecture.layer(number)
+    caches: list[Cache] = []
+    for layer in model.architecture.layers_in_order:
         if layer.keys_of is not None:
-            caches.append(None)
+            caches.append(NoCache())
         elif layer.mixer == "delta_net":
             caches.append(_empty_states(model, rows, siblings))
         elif by_pages(model, layer):
-            caches.append(_empty_of_pages(model, layer, rows, prefix, pool))
+            caches.append(_empty_pages(model, layer, rows, prefix, pool))
         else:
-            caches.append(_empty_of_slots(model, layer, rows, siblings, prefix, own))
+            caches.append(_empty_keys(model, layer, rows, siblings, prefix, own))
     return tuple(caches)
 
 
@@ -143,10 +657,10 @@ def ring_size(window: int, slack: int, size: int) -> int:
     return min(size, KEY_BLOCK * -(-(window + slack) // KEY_BLOCK))
 
 
-def _empty_of_slots(
+def _empty_keys(
     model: Model, layer: Layer, rows: int, siblings: int, prefix: int, own: int
-) -> LayerCache:
-    """Returns a cache of zeros of one layer, without pages."""
+) -> KeyCache | RingCache:
+    """Returns a cache of zeros of one layer with keys, without pages."""
     parts = model.key_parts_of(layer)
     prefix //= parts
     own //= parts
@@ -156,27 +670,26 @@ def _empty_of_slots(
     heads = model.key_heads_of(layer)
     head_dim = model.architecture.head_dim_of(layer)
     of_row = (rows, heads, prefix, head_dim)
-    of_slot = (rows, siblings, heads, own, head_dim)
-    return LayerCache(
-        prefix_k=jnp.zeros(of_row, model.dtype),
-        prefix_v=jnp.zeros(of_row, model.dtype),
-        own_k=jnp.zeros(of_slot, model.dtype),
-        own_v=jnp.zeros(of_slot, model.dtype),
-    )
+    of_slots = (rows, siblings, heads, own, head_dim)
+    arrays = {
+        "prefix_k": jnp.zeros(of_row, model.dtype),
+        "prefix_v": jnp.zeros(of_row, model.dtype),
+        "own_k": jnp.zeros(of_slots, model.dtype),
+        "own_v": jnp.zeros(of_slots, model.dtype),
+    }
+    return RingCache(**arrays) if is_ring(model, layer) else KeyCache(**arrays, parts=parts)
 
 
-def _empty_of_pages(
+def _empty_pages(
     model: Model, layer: Layer, rows: int, prefix: int, pool: tuple[int, ...]
-) -> LayerCache:
+) -> PagedCache:
     """Returns a cache of zeros of one layer whose own keys are in pages: `pool` are the dimensions
     in front of each page's."""
     heads = model.key_heads_of(layer)
     width = 2 * model.architecture.head_dim_of(layer)  # keys and values
-    return LayerCache(
-        prefix_k=jnp.zeros((rows, heads, prefix, width), model.dtype),
-        prefix_v=None,
-        own_k=jnp.zeros((*pool, heads, PAGE, width), model.dtype),
-        own_v=None,
+    return PagedCache(
+        prefix_kv=jnp.zeros((rows, heads, prefix, width), model.dtype),
+        own_kv=jnp.zeros((*pool, heads, PAGE, width), model.dtype),
     )
 
 
@@ -189,110 +702,49 @@ def _empty_states(model: Model, rows: int, siblings: int) -> StateCache:
     return StateCache(*of_rows, *of_slots)
 
 
-def is_paged(cache: Cache) -> bool:
-    """True for the cache of a layer that decodes by pages."""
-    return isinstance(cache, LayerCache) and cache.own_v is None
+def in_pages(k: jax.Array, v: jax.Array) -> jax.Array:
+    """Converts keys and values [.., K, C, A] of slots to pages [.., C / PAGE, K, PAGE, 2 A]. C is a
+    multiple of PAGE."""
+    both = jnp.concatenate([k, v], -1)
+    width = both.shape[-1]
+    by_page = both.reshape((*both.shape[:-2], -1, PAGE, width))
+    return by_page.swapaxes(-4, -3)
 
 
-def axes_of(cache: Cache) -> Cache:
-    """Returns the logical axes of a cache's arrays, in the same tree: a tuple for each array. Rows
-    come first, also of a pool of pages, and key or value heads are split."""
-
-    def axes(array: Any, heads_from_end: int) -> tuple[str | None, ...]:
-        named: list[str | None] = ["rows"] + [None] * (array.ndim - 1)
-        if heads_from_end:
-            named[-heads_from_end] = "heads"
-        return tuple(named)
-
-    if isinstance(cache, StateCache):
-        return StateCache(
-            axes(cache.prefix_state, 3),
-            axes(cache.prefix_tail, 0),
-            axes(cache.own_state, 3),
-            axes(cache.own_tail, 0),
-        )
-    # all are [.., K, T, A]
-    return jax.tree.map(lambda array: axes(array, 3), cache)
+def entries_at(x: jax.Array, *indices: jax.Array) -> jax.Array:
+    """Returns x[rows] for indices [M] of the first axis of x, or x[rows, slots] for those of the
+    first two, as an array whose first axis is M, at least 1; an index past the end reads the last
+    entry. Uses slices, because XLA for TPU reads all of x if it gathers rows of a cache."""
+    rest = x.shape[len(indices) :]
+    # [1, .., 1, rest]: one entry, which keeps the axes that the index selects from
+    sizes = (1,) * len(indices) + rest
+    slices = []
+    for index in zip(*indices, strict=True):
+        slices.append(jax.lax.dynamic_slice(x, index + (0,) * len(rest), sizes))
+    return jnp.concatenate(slices).reshape(len(slices), *rest)
 
 
-def write_prefixes(
-    model: Model,
-    caches: tuple[Cache, ...],
-    new: Sequence[Any],
-    rows: jax.Array,
-    length: jax.Array,
-    kinds: Sequence[Layer],
-) -> tuple[Cache, ...]:
-    """Writes what prompts of length[R] left in each layer to rows[R] of the caches, and returns the
-    new caches. `new` has for each layer (k, v) [R, T, K, A], or (state, tail) of a delta net;
-    `kinds` are the layers' kinds. A row number past the end is dropped.
-
-    T may be padded beyond the size of the caches; what is beyond is padding and not written. Keys
-    beyond T keep their old values.
-    """
-    written = []
-    for layer, cache, of_layer in zip(kinds, caches, new, strict=True):
-        if cache is None:
-            written.append(None)
-        elif isinstance(cache, StateCache):
-            written.append(_write_states(cache, of_layer, rows))
-        else:
-            written.append(_write_keys(model, layer, cache, of_layer, rows, length))
-    return tuple(written)
+def _put(index: Any, old: jax.Array, new: jax.Array) -> jax.Array:
+    """Writes entries of an array at an index; nothing at one past the end."""
+    return old.at[index].set(new.astype(old.dtype), mode="drop")
 
 
-def _write_states(
-    cache: StateCache, new: tuple[jax.Array, jax.Array], rows: jax.Array
-) -> StateCache:
-    """Writes prompts' last (state, tail) [R, ...] to rows[R], for the prompt and for each of its
-    completions, which begin with them."""
-
-    def write(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[rows].set(new.astype(old.dtype), mode="drop")
-
-    def write_to_slots(old: jax.Array, new: jax.Array) -> jax.Array:
-        return write(old, jnp.broadcast_to(new[:, None], (len(new), *old.shape[1:])))
-
-    state, tail = new
-    return StateCache(
-        prefix_state=write(cache.prefix_state, state),
-        prefix_tail=write(cache.prefix_tail, tail),
-        own_state=write_to_slots(cache.own_state, state),
-        own_tail=write_to_slots(cache.own_tail, tail),
-    )
-
-
-def _write_keys(
-    model: Model,
-    layer: Layer,
-    cache: LayerCache,
-    new: tuple[jax.Array, jax.Array],
-    rows: jax.Array,
-    length: jax.Array,
-) -> LayerCache:
-    """Writes prompts' keys and values [R, T, K, A] to rows[R] of one layer's cache."""
-    parts = model.key_parts_of(layer)
-    if parts > 1:
-        heads = PartitionSpec(None, None, "tensor")
-        select = partial(_select_part, parts)
-        new = on_tensor_devices(model, select, (heads,), heads, new, parts=parts)
-    k, v = new
+def _put_first_keys(old: jax.Array, new: jax.Array, rows: jax.Array) -> jax.Array:
+    """Writes keys or values new[R, T, K, A] to the first T positions of old[N, K, Tp, A] at
+    rows[R]; of a T beyond Tp the first Tp. Keys beyond T keep their old values."""
     # The buckets of prompts are 64 x 2^n and may exceed the caches, which are sized by
     # max_prompt_tokens.
-    room = cache.prefix_k.shape[2]
-    if is_ring(model, layer) and k.shape[1] > room:
-        # The last keys of each prompt, at their places in a ring.
-        index = jnp.maximum(ring_places(length - 1, room), 0)[..., None, None]
-        k = jnp.take_along_axis(k, index, axis=1)
-        v = jnp.take_along_axis(v, index, axis=1)
-    size = min(k.shape[1], room)
+    size = min(new.shape[1], old.shape[2])
+    return old.at[rows, :, :size].set(new[:, :size].swapaxes(1, 2), mode="drop")
 
-    def write(cache: jax.Array, new: jax.Array) -> jax.Array:
-        return cache.at[rows, :, :size].set(new[:, :size].swapaxes(1, 2), mode="drop")
 
-    if cache.prefix_v is None:  # beside each other
-        return replace(cache, prefix_k=write(cache.prefix_k, jnp.concatenate([k, v], -1)))
-    return replace(cache, prefix_k=write(cache.prefix_k, k), prefix_v=write(cache.prefix_v, v))
+def _axes(array: Any, heads_from_end: int = 0) -> tuple[str | None, ...]:
+    """Returns the logical axes of a cache's array, whose heads are so many dimensions from its
+    end; 0: it has none that are split."""
+    named: list[str | None] = ["rows"] + [None] * (array.ndim - 1)
+    if heads_from_end:
+        named[-heads_from_end] = "heads"
+    return tuple(named)
 
 
 def _select_part(parts: int, keys: Any, part: jax.Array) -> Any:
@@ -309,73 +761,17 @@ def _select_part(parts: int, keys: Any, part: jax.Array) -> Any:
     return jax.tree.map(positions_of_part, keys)
 
 
-def copy_prefixes(
-    caches: tuple[Cache, ...], sources: jax.Array, rows: jax.Array
-) -> tuple[Cache, ...]:
-    """Copies what prompts left from rows sources[M] to rows[M], and returns the caches; the slots
-    of these rows begin with their prompt's state. A row number past the end in `rows` is dropped.
-    The slots' own keys are not copied."""
-
-    def copy(cache: jax.Array) -> jax.Array:
-        return cache.at[rows].set(cache[sources], mode="drop")
-
-    copied = []
-    for cache in caches:
-        if cache is None:
-            copied.append(None)
-        elif isinstance(cache, StateCache):
-            new = cache.prefix_state[sources], cache.prefix_tail[sources]
-            copied.append(_write_states(cache, new, rows))
-        else:
-            prefix_k, prefix_v = jax.tree.map(copy, (cache.prefix_k, cache.prefix_v))
-            copied.append(replace(cache, prefix_k=prefix_k, prefix_v=prefix_v))
-    return tuple(copied)
-
-
-def read_pages(pool: jax.Array, pages: jax.Array) -> jax.Array:
-    """Reads the pages with the numbers pages[..] from a pool [P, K, PAGE, 2 A]; returns [.., K,
-    PAGE, 2 A]. A number past the end, like NO_PAGE, reads the last page."""
-
-    def read_page(page: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(pool, page, keepdims=False)
-
-    # One page after another: XLA for TPU reads all of a pool if it gathers pages of it.
-    read = jax.lax.map(read_page, pages.reshape(-1))
-    return read.reshape(pages.shape + pool.shape[1:])
-
-
-def in_pages(k: jax.Array, v: jax.Array) -> jax.Array:
-    """Converts keys and values [.., K, C, A] of slots to pages [.., C / PAGE, K, PAGE, 2 A]. C is a
-    multiple of PAGE."""
-    both = jnp.concatenate([k, v], -1)
-    width = both.shape[-1]
-    by_page = both.reshape((*both.shape[:-2], -1, PAGE, width))
-    return by_page.swapaxes(-4, -3)
-
-
-def out_of_pages(cache: LayerCache) -> LayerCache:
-    """Returns a cache of saved rows without pages, with keys and values in separate arrays; a cache
-    without pages is returned as it is. Keys of completions become [N, W, K, C, A]."""
-    if cache.own_v is not None:
-        return cache
-    own = cache.own_k.swapaxes(-4, -3)  # [N, W, K, C / PAGE, PAGE, 2 A]
-    own = jax.lax.collapse(own, own.ndim - 3, own.ndim - 1)  # [N, W, K, C, 2 A]
-    prefix_k, prefix_v = jnp.split(cache.prefix_k, 2, -1)
-    own_k, own_v = jnp.split(own, 2, -1)
-    return LayerCache(prefix_k, prefix_v, own_k, own_v)
-
-
 def on_tensor_devices(
-    model: Model, function: Callable, specs: tuple, out: Any, *args: Any, parts: int
+    role: Role, function: Callable, specs: tuple, out: Any, *args: Any, parts: int
 ) -> Any:
     """Calls a function of arrays on each device of `tensor`, and returns its results; `specs` and
     `out` say how `args` and the results are split. If a head's positions are split over devices
     (`parts`, see `Model.key_parts_of`, is above 1), the function gets one more argument: the number
     of the device's part, int32[1]."""
-    mesh = model.role.mesh
+    mesh = role.mesh
     if parts > 1:
         # As many entries as devices, or more heads than devices: each device gets its heads' parts.
-        part = jnp.arange(model.role.tensor) % parts
+        part = jnp.arange(role.tensor) % parts
         specs += (PartitionSpec("tensor"),)
         args += (part,)
     # All axes that are not manual already: in kernels for TPUs there may be no axis that XLA could

@@ -1,5 +1,8 @@
-"""Attention of sampling over caches: of one token in each slot in decoding, and of a piece of a
-long prompt in prefill.
+"""Attention of sampling over caches.
+
+    SlotAttention       of one token in each slot: decoding
+    PieceAttention      of a piece of long prompts, after the pieces before it: prefill
+    ContextAttention    of tokens of context after completions
 
 `online_softmax` is the form without a kernel: one softmax over two sets of keys, the prompt's and
 the completion's own, gathered over fixed blocks of keys in order. So a row's result does not
@@ -20,14 +23,16 @@ from jax.sharding import PartitionSpec
 from shoal.model.architecture import Layer
 from shoal.model.attention import softmax
 from shoal.model.attention.caches import (
-    PAGE,
-    LayerCache,
-    is_ring,
+    ExtendedRing,
+    KeyCache,
+    PagedCache,
+    PieceKeys,
+    SlotKeys,
     keys_at_once,
     on_tensor_devices,
 )
-from shoal.model.attention.rule import cache_masks, places, ring_places
-from shoal.model.attention.selector import by_pages, decodes_by_kernel, scoring_of
+from shoal.model.attention.rule import cache_masks
+from shoal.model.attention.selector import decodes_by_kernel, scoring_of
 from shoal.model.attention.softmax import (
     LOWEST,
     PLAIN,
@@ -39,7 +44,6 @@ from shoal.model.attention.softmax import (
     largest_block,
     masked,
 )
-from shoal.model.block import AttentionFn
 from shoal.model.transformer import Model
 
 
@@ -49,6 +53,27 @@ class Keys(NamedTuple):
     k: jax.Array  # [R, K, T, A] if all slots of a row share them, else [R, S, K, T, A]
     v: jax.Array  # as k
     mask: jax.Array  # bool[R, S, T], or bool[R, 1, T] if all slots of a row read the same keys
+
+
+def read_keys(
+    cache: SlotKeys | ExtendedRing,
+    prefix_len: jax.Array,
+    position: jax.Array,
+    window: int,
+    part: jax.Array | None = None,
+) -> tuple[Keys, Keys]:
+    """Returns the keys of prompts and those of completions in a cache, for the tokens at
+    position[R, S] of completions after prompts of prefix_len[R] tokens. `window` is that of the
+    layer, `part` as in `SlotKeys.own_index`."""
+    prompt_mask, own_mask = cache_masks(
+        prefix_len,
+        position,
+        cache.prefix_places(prefix_len, part),
+        cache.own_places(position, part),
+        window,
+    )
+    prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
+    return prompt, Keys(cache.own_k, cache.own_v, own_mask)
 
 
 Merge = Callable[[RunningSoftmax], RunningSoftmax]
@@ -70,14 +95,15 @@ def online_softmax(
     online softmax over fixed blocks of keys: first those of the row's prompt (`prefix`), then the
     slot's `own`. If several tokens of a sequence are computed at once, each is a slot here.
 
-    Only the first `num_prefix` and the first `num_own` keys (int32 scalars) are read, rounded up to
-    blocks; keys beyond them must be masked. A wholly masked block changes no bit of a row that
-    already has a key, so neither the padding of a row nor the other rows of the batch affect its
-    result. `blocks` are the most keys of a block of the prompt's and of the own keys: the block is
-    the largest divisor of the number of keys up to that. Scores are scaled and capped as `scoring`
-    says; its window is not read, since the masks have it. There is no gradient. `merge` is called
-    with the sums before the division; None if each device has whole heads. sinks[H] are those of
-    `reference.attend`, of the heads that are left after `merge`: they are added once, after it.
+    Only the first `num_prefix` and the first `num_own` keys (int32 scalars) are read, or all if
+    there are fewer, rounded up to blocks; keys beyond them must be masked. A wholly masked block
+    changes no bit of a row that already has a key, so neither the padding of a row nor the other
+    rows of the batch affect its result. `blocks` are the most keys of a block of the prompt's and
+    of the own keys: the block is the largest divisor of the number of keys up to that. Scores are
+    scaled and capped as `scoring` says; its window is not read, since the masks have it. There is
+    no gradient. `merge` is called with the sums before the division; None if each device has whole
+    heads. sinks[H] are those of `reference.attend`, of the heads that are left after `merge`: they
+    are added once, after it.
     """
     prefix_block, own_block = blocks
     q = by_key_head(q, own.k.shape[-3], scoring.scale)[:, :, 0]  # [R, S, K, g, A]
@@ -145,41 +171,91 @@ def _add_keys(
 
         return add(block(keys.k, -2), block(keys.v, -2), block(keys.mask, -1), running)
 
-    num_blocks = -(-num_keys // size)
+    # A ring has fewer keys than there are tokens.
+    num_blocks = -(-jnp.minimum(num_keys, count) // size)
     return jax.lax.fori_loop(0, num_blocks, add_block, running)
 
 
+class SlotTokens(NamedTuple):
+    """The tokens of a step of decoding, one in each of [N, W] slots."""
+
+    prefix_len: jax.Array  # int32[N]: lengths of the rows' prompts
+    position: jax.Array  # int32[N, W]: of the token in its completion
+    # int32 scalars: upper bounds of the number of keys that any prompt and any slot has
+    num_prefix: jax.Array
+    num_own: jax.Array
+    # bool[N, W]. Results of the other slots mean nothing; the kernel for TPUs neither reads nor
+    # writes their keys.
+    live: jax.Array
+    # int32[N, W, T]: the page table (`PagedCache`); None if keys are not stored in pages
+    pages: jax.Array | None = None
+
+
 @dataclass(frozen=True)
-class SlotKernel:
-    """The `AttentionFn` of decoding by the kernel for GPUs. It is a class because it rotates q and
-    k itself, which `block` reads from `rotates`."""
+class SlotAttention:
+    """The `Attention` of decoding for a kind of layer. It writes the key and value of each slot's
+    token, unless they are there already (k and v are None); the token then reads its row's prompt
+    and its own slot."""
 
     model: Model
-    prefix_len: jax.Array
-    position: jax.Array
-    rotates = True
+    layer: Layer
+    slots: SlotTokens
+
+    @property
+    def rotates(self) -> bool:
+        """The kernel for GPUs rotates q and k itself."""
+        return self.model.role.platform == "gpu" and decodes_by_kernel(self.model, self.layer)
 
     def __call__(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, rope: Any
-    ) -> tuple[jax.Array, LayerCache]:
-        cos, sin = rope
-        slots = cos[:, :, 0], sin[:, :, 0], self.prefix_len, self.position
-        return _attend_on_each_device(self.model, _attend_slots, q, k, v, cache, slots=slots)
+        self,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        cache: SlotKeys | PagedCache,
+        *,
+        sinks: jax.Array | None = None,
+        rope: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns (out, the cache with the new keys and values)."""
+        model = self.model
+        arguments: tuple = (q, k, v, cache, self.slots, sinks, rope)
+        if isinstance(cache, PagedCache):
+            return _on_each_device(model, _attend_pages, arguments)
+        if self.rotates:
+            return _on_each_device(model, _attend_by_gpu_kernel, arguments)
+        parts = model.key_parts_of(self.layer)
+        if parts > 1:
+            attend_part = partial(_attend_part, model, self.layer)
+            return _on_each_device(model, attend_part, arguments, parts)
+        attend = partial(_attend_keys, model, self.layer)
+        if model.role.tensor == 1:
+            return attend(*arguments)
+        # On each device, even if key heads are not split: otherwise the partitioner gathers for
+        # each device what all devices of a replica write.
+        return _on_each_device(model, attend, arguments)
 
 
-def _attend_slots(
-    q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerCache, slots: tuple[jax.Array, ...]
-) -> tuple[jax.Array, LayerCache]:
-    """Calls the kernel for GPUs on one device's heads. The kernel also rotates q and k, and writes
-    the new keys and values. Returns (out, new cache). `slots` are cos, sin, prefix_len and
-    position. q, k and v are [N, W, heads, A] without rotary positions."""
+def _attend_by_gpu_kernel(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: SlotKeys,
+    slots: SlotTokens,
+    sinks: None,
+    rope: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, SlotKeys]:
+    """Calls the kernel for GPUs on one device's heads. The kernel also rotates q and k by the
+    angles `rope`, and writes the new keys and values. Returns (out, new cache). q, k and v are [N,
+    W, heads, A] without rotary positions."""
     from shoal.model.attention.decode_gpu import attend_slots  # Pallas takes a second to import
 
-    cos, sin, prefix_len, position = slots
+    cos, sin = rope
     keys = cache.prefix_k, cache.prefix_v, cache.own_k, cache.own_v
     # If q, k and v are slices of one product, XLA sees that they are adjacent, and does not copy.
     heads = jnp.concatenate([q, k, v], -2)
-    out, own_k, own_v = attend_slots(heads, cos, sin, keys, prefix_len, position)
+    out, own_k, own_v = attend_slots(
+        heads, cos[:, :, 0], sin[:, :, 0], keys, slots.prefix_len, slots.position
+    )
     return out, replace(cache, own_k=own_k, own_v=own_v)
 
 
@@ -187,185 +263,97 @@ def _attend_pages(
     q: jax.Array,
     k: jax.Array | None,
     v: jax.Array | None,
-    cache: LayerCache,
-    slots: tuple[jax.Array, ...],
-) -> tuple[jax.Array, LayerCache]:
+    cache: PagedCache,
+    slots: SlotTokens,
+    sinks: None,
+    rope: Any,
+) -> tuple[jax.Array, PagedCache]:
     """Writes the new keys and values, if they are not None, into their pages, then calls the kernel
-    for TPUs on one device's heads. Returns (out, new cache). `slots` are live, prefix_len, position
-    and the table of pages."""
+    for TPUs on one device's heads. Returns (out, new cache)."""
     from shoal.model.attention.decode_tpu import attend_pages  # Pallas takes a second to import
 
-    live, prefix_len, position, pages = slots
-    own = cache.own_k
+    assert slots.pages is not None, "a cache with pages has a table of them"
+    live = slots.live
     if k is not None and v is not None:
-        # Slots that sample nothing write past the end, each to another place: XLA compiles a
-        # scatter whose places might coincide to a loop.
-        num_pages = len(own)
-        past_end = num_pages + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
-        page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)
-        page = jnp.where(live[..., None], page, past_end[..., None])
-        new = jnp.concatenate([k, v], -1)
-        own = own.at[page, jnp.arange(k.shape[2]), position[..., None] % PAGE].set(
-            new, unique_indices=True, mode="drop"
-        )
-    num_prefix = jnp.where(live.any(1), prefix_len, 0)
-    num_own = jnp.where(live, position + 1, 0)
-    out = attend_pages(q, cache.prefix_k, own, num_prefix, num_own, pages)
-    return out, replace(cache, own_k=own)
+        cache = cache.write_tokens(k, v, slots.position, live, slots.pages)
+    num_prefix = jnp.where(live.any(1), slots.prefix_len, 0)
+    num_own = jnp.where(live, slots.position + 1, 0)
+    out = attend_pages(q, cache.prefix_kv, cache.own_kv, num_prefix, num_own, slots.pages)
+    return out, cache
 
 
-def _attend_on_each_device(
-    model: Model,
-    attend: Callable,
-    q: jax.Array,
-    k: jax.Array | None,
-    v: jax.Array | None,
-    cache: LayerCache,
-    sinks: jax.Array | None = None,
-    *,
-    slots: tuple,
-    parts: int = 1,
-) -> Any:
-    """Calls attend(q, k, v, cache, slots) on each device, and returns its (out, new cache); with
-    sinks[H] also the keyword `sinks`, of the device's heads.
+def _on_each_device(model: Model, attend: Callable, arguments: tuple, parts: int = 1) -> Any:
+    """Calls `attend` on each device with (q, k, v, cache, slots, sinks, rope), and returns its
+    (out, new cache).
 
-    A device gets its heads of q, k, v [N, W, heads, A] and of the layer's cache, and all of
-    `slots`, a tuple of arrays by row or slot. If a key head's positions are split over devices
+    A device gets its heads of q, k, v [N, W, heads, A], of the layer's cache and of sinks[H], and
+    all of `slots` and of the angles `rope`. If a key head's positions are split over devices
     (`parts`, see `Model.key_parts_of`, is above 1), `attend` gets one more argument: the number of
     the device's part, int32[1]. On a single device `attend` is called as it is.
     """
-    given = {} if sinks is None else {"sinks": sinks}
     if model.role.mesh.size == 1:
-        return attend(q, k, v, cache, slots, **given)
+        return attend(*arguments)
     heads = PartitionSpec(None, None, "tensor")
+    whole = PartitionSpec()
 
     def by_head(keys: jax.Array) -> PartitionSpec:
         """The split of a cache [.., heads, positions, A]."""
         leading = (None,) * (keys.ndim - 3)
         return PartitionSpec(*leading, "tensor")
 
-    def on_device(given: dict[str, jax.Array], *args: Any) -> Any:
-        return attend(*args, **given)
-
+    cache = arguments[3]
     of_cache = jax.tree.map(by_head, cache)
     return on_tensor_devices(
-        model,
-        on_device,
-        (PartitionSpec("tensor"), heads, heads, heads, of_cache, PartitionSpec()),
+        model.role,
+        attend,
+        (heads, heads, heads, of_cache, whole, PartitionSpec("tensor"), whole),
         (heads, of_cache),
-        given,
-        q,
-        k,
-        v,
-        cache,
-        slots,
+        *arguments,
         parts=parts,
     )
 
 
-def decode_attention(
-    model: Model,
-    layer: Layer,
-    prefix_len: jax.Array,
-    position: jax.Array,
-    num_prefix: jax.Array,
-    num_own: jax.Array,
-    live: jax.Array,
-    pages: jax.Array | None = None,
-) -> AttentionFn:
-    """Returns the `AttentionFn` of decoding for a kind of layer: one token for each of [N, W]
-    slots.
-
-    The token's key and value are written at position[N, W] of its slot, unless they are there
-    already (k and v are None); it then attends to its row's prompt and to its slot. `num_prefix`
-    and `num_own` are upper bounds of the number of keys that any slot has. prefix_len[N] are the
-    lengths of the rows' prompts. Results of slots that are not live[N, W] mean nothing, and the
-    kernel for TPUs neither reads nor writes their keys. `pages` is that kernel's table of pages;
-    without that kernel it is not read, and may be None."""
-    if by_pages(model, layer):
-        slots = live, prefix_len, position, pages
-        return partial(_attend_on_each_device, model, _attend_pages, slots=slots)
-    if decodes_by_kernel(model, layer):
-        return SlotKernel(model, prefix_len, position)
-    slots = prefix_len, position, num_prefix, num_own
-    if model.role.tensor == 1:
-
-        def attend_here(
-            q: jax.Array, k: Any, v: Any, cache: LayerCache, sinks: Any = None
-        ) -> tuple[jax.Array, LayerCache]:
-            return _attend_caches(model, layer, q, k, v, cache, slots, sinks=sinks)
-
-        return attend_here
-    # On each device, even if key heads are not split: otherwise the partitioner gathers for each
-    # device what all devices of a replica write.
-    parts = model.key_parts_of(layer)
-    attend = partial(_attend_part if parts > 1 else _attend_caches, model, layer)
-    return partial(_attend_on_each_device, model, attend, slots=slots, parts=parts)
-
-
-def _attend_caches(
+def _attend_keys(
     model: Model,
     layer: Layer,
     q: jax.Array,
     k: jax.Array | None,
     v: jax.Array | None,
-    cache: LayerCache,
-    slots: tuple[jax.Array, ...],
+    cache: SlotKeys,
+    slots: SlotTokens,
+    sinks: jax.Array | None,
+    rope: Any,
+    *,
     part: jax.Array | None = None,
     merge: Merge | None = None,
-    sinks: jax.Array | None = None,
-) -> tuple[jax.Array, LayerCache]:
+) -> tuple[jax.Array, SlotKeys]:
     """Writes the key and value of each slot's token into a cache, if they are not None, and attends
-    to the cache's keys without a kernel. Returns (out, new cache). `slots` are prefix_len,
-    position, num_prefix and num_own. If a key head's positions are split (`Model.key_parts_of`),
-    `part` says which of them this device has, and `merge` joins the sums of all parts."""
-    prefix_len, position, num_prefix, num_own = slots
-    prompt_size = cache.prefix_k.shape[2]
-    own_size = cache.own_k.shape[3]
-    index = position[..., None]
-    # No index is checked: a position is always within its cache.
-    mode = "promise_in_bounds"
-    parts = model.key_parts_of(layer)
-    if part is not None:  # the other parts write past the end
-        index = jnp.where(index % parts == part, index // parts, own_size)
-        mode = "drop"
-    prompt_place = places(prompt_size, parts, part)
-    own_place = places(own_size, parts, part)
-    if is_ring(model, layer):
-        index = index % own_size
-        prompt_place = ring_places(prefix_len - 1, prompt_size)[:, None]
-        own_place = ring_places(position, own_size)
-        num_prefix = jnp.minimum(num_prefix, prompt_size)
-        num_own = jnp.minimum(num_own, own_size)
-
-    def write(keys: jax.Array, new: jax.Array) -> jax.Array:
-        row, slot, head = jnp.indices(new.shape[:3], sparse=True)
-        # XLA for TPU compiles a scatter to a loop over slots if two of them might coincide. If all
-        # heads were written at once, XLA would transpose the whole cache at both ends of every
-        # dispatch.
-        return keys.at[row, slot, head, index].set(
-            new, unique_indices=True, indices_are_sorted=True, mode=mode
-        )
-
+    to the cache's keys without a kernel. Returns (out, new cache). If a key head's positions are
+    split (`KeyCache.parts`), `part` says which of them this device has, and `merge` joins the sums
+    of all parts."""
     if k is not None and v is not None:
-        cache = replace(cache, own_k=write(cache.own_k, k), own_v=write(cache.own_v, v))
-    prompt_mask, own_mask = cache_masks(prefix_len, position, prompt_place, own_place, layer.window)
-    prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
-    own = Keys(cache.own_k, cache.own_v, own_mask)
-    platform = model.role.platform
-    blocks = keys_at_once(platform, prompt_size), keys_at_once(platform, own_size)
+        cache = cache.write_tokens(k, v, slots.position, part)
+    prompt, own = read_keys(cache, slots.prefix_len, slots.position, layer.window, part)
     out = online_softmax(
         q[:, :, None],
         prompt,
         own,
-        num_prefix,
-        num_own,
-        blocks,
-        merge,
-        scoring_of(model.architecture, layer),
-        sinks,
+        num_prefix=slots.num_prefix,
+        num_own=slots.num_own,
+        blocks=_block_sizes(model, prompt, own),
+        merge=merge,
+        scoring=scoring_of(model.architecture, layer),
+        sinks=sinks,
     )
     return out[:, :, 0], cache
+
+
+def _block_sizes(model: Model, prompt: Keys, own: Keys) -> tuple[int, int]:
+    """Returns the most keys of a block in decoding, of a prompt and of a completion."""
+    platform = model.role.platform
+    prompt_size = prompt.k.shape[-2]
+    own_size = own.k.shape[-2]
+    return keys_at_once(platform, prompt_size), keys_at_once(platform, own_size)
 
 
 def _attend_part(
@@ -374,24 +362,26 @@ def _attend_part(
     q: jax.Array,
     k: jax.Array | None,
     v: jax.Array | None,
-    cache: LayerCache,
-    slots: tuple[jax.Array, ...],
+    cache: KeyCache,
+    slots: SlotTokens,
+    sinks: jax.Array | None,
+    rope: Any,
     part: jax.Array,
-    sinks: jax.Array | None = None,
-) -> tuple[jax.Array, LayerCache]:
+) -> tuple[jax.Array, SlotKeys]:
     """Writes each slot's key and value and attends, if a key head's positions are split over
     several devices. Returns (out, new cache): this device computes all queries of the head against
     its part of the keys, exchanges the sums with the others, and returns the output of its own
     queries."""
     key_heads = model.key_heads_of(layer)
-    parts = model.key_parts_of(layer)
+    parts = cache.parts
     # devices next to each other share a head
     groups = [list(range(first, first + parts)) for first in range(0, key_heads, parts)]
     q = jax.lax.all_gather(q, "tensor", axis=2, axis_index_groups=groups, tiled=True)
-    prefix_len, position, num_prefix, num_own = slots
-    slots = prefix_len, position, -(-num_prefix // parts), -(-num_own // parts)
+    slots = slots._replace(
+        num_prefix=-(-slots.num_prefix // parts), num_own=-(-slots.num_own // parts)
+    )
     merge = partial(_merge_parts, parts, groups)
-    return _attend_caches(model, layer, q, k, v, cache, slots, part, merge, sinks)
+    return _attend_keys(model, layer, q, k, v, cache, slots, sinks, rope, part=part, merge=merge)
 
 
 def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -> RunningSoftmax:
@@ -415,181 +405,123 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
     return RunningSoftmax(largest[:, :, :, 0], total[..., 0], out)
 
 
-def piece_attention(
-    model: Model, layer: Layer, start: jax.Array, longest: jax.Array, block: int
-) -> AttentionFn:
-    """Returns the `AttentionFn` of a piece of R prompts for a kind of layer: C tokens of each, from
-    position `start` on. `longest` is the length of the longest prompt. `block`, a divisor of C, is
-    how many queries are computed at once.
+@dataclass(frozen=True)
+class PieceAttention:
+    """The `Attention` of a piece of R prompts for a kind of layer: C tokens of each, from position
+    `start` on, which read their prompt up to themselves. Results beyond the longest prompt mean
+    nothing. The cache must have room for start + C tokens."""
 
-    The cache holds the keys of the pieces before, [R, K, T, A], and afterwards those of this piece,
-    too; before it if k and v are None. A token reads its prompt up to itself. Results beyond the
-    longest prompt mean nothing. T must have room for start + C tokens."""
-    scoring = scoring_of(model.architecture, layer)
+    model: Model
+    layer: Layer
+    start: jax.Array
+    longest: jax.Array  # the length of the longest prompt
+    block: int  # a divisor of C: how many queries are computed at once
 
-    def attention(
+    @property
+    def rotates(self) -> bool:
+        return False
+
+    def __call__(
+        self,
         q: jax.Array,
         k: jax.Array | None,
         v: jax.Array | None,
-        cache: LayerCache,
+        cache: PieceKeys,
+        *,
         sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
-        """Writes the piece's keys and values into the cache, and attends to all keys up to each
-        token."""
-
-        def write(before: jax.Array, new: jax.Array | None) -> jax.Array:
-            if new is None:
-                return before
-            return jax.lax.dynamic_update_slice_in_dim(before, new.swapaxes(1, 2), start, 2)
-
-        prefix_k = write(cache.prefix_k, k)
-        prefix_v = write(cache.prefix_v, v)
-
-        def attend_block(queries: tuple[jax.Array, jax.Array]) -> jax.Array:
-            """Computes the attention of one block of the piece's queries."""
-            q, first = queries  # [R, b, H, A], and the position of the first
-            rows = len(q)
-            own_k = jax.lax.dynamic_slice_in_dim(prefix_k, first, block, 2)[:, None]
-            own_v = jax.lax.dynamic_slice_in_dim(prefix_v, first, block, 2)[:, None]
-            # The block is read as a completion is, and what comes before it as its prompt.
-            num_tokens = jnp.broadcast_to(first, (rows,))
-            position = jnp.broadcast_to(jnp.arange(block), (rows, block))
-            mask_before, own_mask = cache_masks(
-                num_tokens,
-                position,
-                places(prefix_k.shape[2]),
-                places(block),
-                layer.window,
-            )
-            before = Keys(prefix_k, prefix_v, mask_before)
-            own = Keys(own_k, own_v, own_mask)
-            num_before = jnp.where(first < longest, first, 0)  # padding reads its own block alone
-            num_own = jnp.int32(block)
-            blocks = block, block
-            out = online_softmax(
-                q[:, :, None], before, own, num_before, num_own, blocks, None, scoring, sinks
-            )
-            return out[:, :, 0]
-
+        rope: Any = None,
+    ) -> tuple[jax.Array, PieceKeys]:
+        """Returns (out, the keys and values of this piece, too). The cache holds those of the
+        pieces before, and of this one if k and v are None."""
+        keys = cache
+        if k is not None and v is not None:
+            keys = cache.write(k, v, self.start)
         # By blocks of queries, which do not compute keys after their own block: half of all pairs,
         # and few scores at once.
         rows, _, heads, head_dim = q.shape
-        queries = jnp.moveaxis(q.reshape(rows, -1, block, heads, head_dim), 1, 0)
-        first = start + block * jnp.arange(len(queries))
-        out = jax.lax.map(attend_block, (queries, first))
-        keys = replace(cache, prefix_k=prefix_k, prefix_v=prefix_v)
+        queries = jnp.moveaxis(q.reshape(rows, -1, self.block, heads, head_dim), 1, 0)
+        first = self.start + self.block * jnp.arange(len(queries))
+        out = jax.lax.map(partial(self._attend_block, keys, sinks), (queries, first))
         return jnp.moveaxis(out, 0, 1).reshape(q.shape), keys
 
-    return attention
+    def _attend_block(
+        self, keys: PieceKeys, sinks: jax.Array | None, queries: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
+        """Computes the attention of one block of the piece's queries: `queries` are q[R, b, H, A]
+        and the position of the first."""
+        q, first = queries
+        rows = len(q)
+        block = self.block
+        # The block is read as a completion is, and what comes before it as its prompt.
+        own_k = jax.lax.dynamic_slice_in_dim(keys.k, first, block, 2)[:, None]
+        own_v = jax.lax.dynamic_slice_in_dim(keys.v, first, block, 2)[:, None]
+        before, own = read_keys(
+            KeyCache(keys.k, keys.v, own_k, own_v),
+            prefix_len=jnp.broadcast_to(first, (rows,)),
+            position=jnp.broadcast_to(jnp.arange(block), (rows, block)),
+            window=self.layer.window,
+        )
+        out = online_softmax(
+            q[:, :, None],
+            before,
+            own,
+            # padding reads its own block alone
+            num_prefix=jnp.where(first < self.longest, first, 0),
+            num_own=jnp.int32(block),
+            blocks=(block, block),
+            scoring=scoring_of(self.model.architecture, self.layer),
+            sinks=sinks,
+        )
+        return out[:, :, 0]
 
 
-def context_attention(
-    model: Model, layer: Layer, prefix_len: jax.Array, start: jax.Array, count: jax.Array
-) -> AttentionFn:
-    """Returns the `AttentionFn` of C tokens of context for each of M completions, after start[M]
-    tokens of the completion, for a kind of layer. The first count[M] of them are real: without
-    delta nets all C are.
+@dataclass(frozen=True)
+class ContextAttention:
+    """The `Attention` of C tokens of context for each of M completions, for a kind of layer. A
+    token reads its prompt, and its completion up to itself."""
 
-    The cache holds the prompts of their rows, [M, K, Tp, A], of prefix_len[M] tokens, and their own
-    keys, [M, K, T, A]. A token reads its prompt, and its completion up to itself. T must have room
-    for start + count tokens, unless it is a ring. The new cache has the new keys, too: behind the
-    others if it is a ring ([M, K, T + C, A]), else in their places. `kept_of_context` returns what
-    stays of it. If k and v are None, the cache is such a one already.
-    """
-    in_ring = is_ring(model, layer)
+    model: Model
+    layer: Layer
+    prefix_len: jax.Array  # int32[M]: lengths of the completions' prompts
+    start: jax.Array  # int32[M]: tokens of the completion before the context
 
-    def attention(
+    @property
+    def rotates(self) -> bool:
+        return False
+
+    def __call__(
+        self,
         q: jax.Array,
         k: jax.Array | None,
         v: jax.Array | None,
-        cache: LayerCache,
+        cache: SlotKeys | ExtendedRing,
+        *,
         sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, LayerCache]:
-        """Appends the context's keys and values to the completions' own, and attends to prompt and
-        completion."""
-        size = q.shape[1]
+        rope: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """Returns (out, the cache with the context's keys and values appended). `cache` is what
+        `Cache.read_completions` returned; if k and v are None, what another layer has made of
+        it."""
+        keys = cache
         if k is not None and v is not None:
-            # A ring may be shorter than the context: its keys are read beside the new ones.
-            append: Any = _beside
-            if not in_ring:
-                # Tokens past the end would be moved back over older keys: if not all are real, they
-                # get room there, which is cut off again.
-                room = size if model.architecture.delta_net else 0
-                append = partial(_appended, start=start, room=room)
-            # [M, C, K, A] -> [M, K, C, A], in the cache's order
-            own_k = append(cache.own_k, k.swapaxes(1, 2))
-            own_v = append(cache.own_v, v.swapaxes(1, 2))
-            cache = replace(cache, own_k=own_k, own_v=own_v)
-        position = start[:, None] + jnp.arange(size)  # [M, C]
-        prompt_size = cache.prefix_k.shape[2]
-        own_size = cache.own_k.shape[2]
-        if in_ring:
-            of_ring = ring_places(start - 1, own_size - size)
-            own_place = jnp.concatenate([of_ring, position], axis=1)[:, None]
-            prompt_place = ring_places(prefix_len - 1, prompt_size)[:, None]
-            num_prefix = jnp.minimum(prefix_len.max(), prompt_size)
-            num_own = jnp.int32(own_size)
-        else:
-            own_place = places(own_size)
-            prompt_place = places(prompt_size)
-            num_prefix = prefix_len.max()
-            num_own = position.max() + 1
-        prompt_mask, own_mask = cache_masks(
-            prefix_len, position, prompt_place, own_place, layer.window
-        )
-        prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
+            assert isinstance(cache, SlotKeys)
+            keys = cache.append(k, v, self.start)
+        position = self.start[:, None] + jnp.arange(q.shape[1])  # [M, C]
+        prompt, own = read_keys(keys, self.prefix_len, position, self.layer.window)
         # A completion is a row, and its C tokens are the slots, which share one set of own keys:
         # [M, 1, K, T, A]. Queries are [M, C, 1, H, A].
-        own = Keys(cache.own_k[:, None], cache.own_v[:, None], own_mask)
-        platform = model.role.platform
-        blocks = keys_at_once(platform, prompt_size), keys_at_once(platform, own_size)
-        scoring = scoring_of(model.architecture, layer)
+        own = own._replace(k=own.k[:, None], v=own.v[:, None])
+        num_own = position.max() + 1
+        if isinstance(keys, ExtendedRing):  # the new keys stand behind a ring that may have room
+            num_own = jnp.int32(own.k.shape[-2])
         out = online_softmax(
-            q[:, :, None], prompt, own, num_prefix, num_own, blocks, None, scoring, sinks
+            q[:, :, None],
+            prompt,
+            own,
+            num_prefix=self.prefix_len.max(),
+            num_own=num_own,
+            blocks=_block_sizes(self.model, prompt, own),
+            scoring=scoring_of(self.model.architecture, self.layer),
+            sinks=sinks,
         )
-        return out[:, :, 0], cache
-
-    return attention
-
-
-def kept_of_context(
-    model: Model, layer: Layer, cache: LayerCache, start: jax.Array, count: jax.Array, size: int
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the keys and values [M, K, T, A] that stay of completions in a cache that
-    `context_attention` returned, after `size` tokens of context of which the first count[M] are
-    real; start[M] tokens were before it."""
-    if not is_ring(model, layer):
-        return cache.own_k, cache.own_v
-    newest = start + count - 1
-
-    def in_ring(both: jax.Array) -> jax.Array:
-        ring, new = jnp.split(both, [both.shape[2] - size], axis=2)
-        return _in_ring(ring, new, start, newest)
-
-    return in_ring(cache.own_k), in_ring(cache.own_v)
-
-
-def _beside(own: jax.Array, new: jax.Array) -> jax.Array:
-    """Returns keys or values own[M, K, T, A] with new[M, K, C, A] behind them."""
-    return jnp.concatenate([own, new], axis=2)
-
-
-def _appended(own: jax.Array, new: jax.Array, start: jax.Array, room: int) -> jax.Array:
-    """Returns keys or values own[M, K, T, A] with new[M, K, C, A] at positions start[M] to start +
-    C - 1; those past T, of which there are at most `room`, are dropped."""
-    append = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=1))
-    if not room:
-        return append(own, new, start)
-    longer = jnp.pad(own, ((0, 0), (0, 0), (0, room), (0, 0)))
-    return append(longer, new, start)[:, :, : own.shape[2]]
-
-
-def _in_ring(ring: jax.Array, new: jax.Array, start: jax.Array, newest: jax.Array) -> jax.Array:
-    """Writes the first of new[M, K, C, A] at positions start[M] to newest[M] of rings [M, K, T, A],
-    and returns the rings. If these are more than T, the last T are kept."""
-    size = new.shape[2]
-    place = ring_places(newest, ring.shape[2])  # [M, T]
-    is_new = place >= start[:, None]
-    index = jnp.clip(place - start[:, None], 0, size - 1)
-    at_place = jnp.take_along_axis(new, index[:, None, :, None], axis=2)
-    return jnp.where(is_new[:, None, :, None], at_place, ring)
+        return out[:, :, 0], keys

@@ -1,5 +1,5 @@
 """Decides which form of attention computes a model's rows on its devices, and says why not another:
-makes the `AttentionFn`s of training, scoring and prefill, and decides whether a kernel decodes."""
+makes the `Attention`s of training, scoring and prefill, and decides whether a kernel decodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.model.attention.blocked import SCORES_AT_ONCE, attend_by_blocks, bloc
 from shoal.model.attention.reference import attend_at_once
 from shoal.model.attention.rule import Tokens, blocks_of
 from shoal.model.attention.softmax import Scoring, kernel_fault_of
-from shoal.model.block import AttentionFn
+from shoal.model.block import PromptKeys
 from shoal.model.rotary import rotate_by_product
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
@@ -239,13 +239,13 @@ def _tpu_form() -> RowForm:
 
 @dataclass(frozen=True)
 class RowAttention:
-    """The `AttentionFn` of whole rows, or of the parts that they are split into, computed by one
+    """The `Attention` of whole rows, or of the parts that they are split into, computed by one
     form."""
 
     role: Role
     form: RowForm
     reads: Any  # what each token reads, found once and not in every layer
-    is_prefill: bool = False  # True: keys and values are returned as the new cache
+    is_prefill: bool = False  # True: it leaves `PromptKeys`
 
     @property
     def rotates(self) -> bool:
@@ -254,15 +254,15 @@ class RowAttention:
     def __call__(
         self,
         q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        _: None,
+        k: Any,
+        v: Any,
+        cache: None,
+        *,
         sinks: jax.Array | None = None,
         rope: Any = None,
-    ) -> tuple[jax.Array, Any]:
-        """Returns (out, (keys, values) in a prefill, else None). The keys in the new cache are
-        rotated. With a form that rotates, `rope` is the (cos, sin) of the layer, and q and k are
-        not rotated yet. `sinks` are [H], or None."""
+    ) -> tuple[jax.Array, PromptKeys | None]:
+        """Returns (out, `PromptKeys` in a prefill, else None). With a form that rotates, `rope` is
+        the (cos, sin) of the layer, and q and k are not rotated yet. `sinks` are [H], or None."""
         if self.rotates:
             out, k = self._rotate_and_attend(q, k, v, rope)
         elif sinks is None:
@@ -271,7 +271,7 @@ class RowAttention:
             # like heads of one token, so that they are split by heads
             by_row = jnp.broadcast_to(sinks, (len(q), 1, len(sinks)))
             out = _on_each_device(self.role, self._attend, (q, k, v, by_row), self.reads)
-        return out, (k, v) if self.is_prefill else None
+        return out, PromptKeys(k, v) if self.is_prefill else None
 
     def _attend(self, heads: tuple[jax.Array, ...], reads: Any) -> jax.Array:
         """Computes attention on one device, for a form that does not rotate. `heads` are q, k, v,
@@ -350,10 +350,9 @@ def prompt_reads(model: Model, length: jax.Array, size: int) -> Any:
 
 def row_attention(
     model: Model, layer: Layer, shape: tuple[int, ...], reads: Any, is_prefill: bool = False
-) -> AttentionFn:
-    """Returns the `AttentionFn` of a kind of layer for arrays of tokens of this shape, [R, T].
-    `reads` is what `row_reads` returned. With `is_prefill`, keys and values are returned as the new
-    cache, else None."""
+) -> RowAttention:
+    """Returns the attention of a kind of layer for arrays of tokens of this shape, [R, T]. `reads`
+    is what `row_reads` returned. With `is_prefill` it leaves `PromptKeys`."""
     rows, size = shape
     form = _row_form(model, layer, rows, size)
     own_reads = reads[model.architecture.kinds.index(layer)]

@@ -51,8 +51,8 @@ from shoal.job.job import Job
 from shoal.mesh import Role, make_roles
 from shoal.model.architecture import Adapter, Architecture, DeltaNet, Experts, Layer
 from shoal.model.layers import published_specs
-from shoal.model.mixing import row_mixing
 from shoal.model.parameters import initialise, param_specs
+from shoal.model.passes import PackedRows
 from shoal.model.published import model_named
 from shoal.model.transformer import Model, forward
 from shoal.records import Purpose, ShoalError
@@ -315,8 +315,8 @@ def test_the_memory_of_a_delta_net_is_that_of_the_compiled_update():
         numbers = jax.ShapeDtypeStruct((1, size), jnp.int32)
 
         def total(parameters: Any, tokens: jax.Array) -> jax.Array:
-            mixing = row_mixing(model, tokens, tokens, tokens)
-            hidden, _ = forward(model, parameters, tokens, tokens, mixing)
+            rows = PackedRows.of(model, tokens, tokens, tokens)
+            hidden, _ = forward(model, parameters, tokens, tokens, rows)
             return hidden.sum()
 
         compiled = jax.jit(jax.grad(total)).lower(parameters, numbers).compile()

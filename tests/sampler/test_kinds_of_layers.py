@@ -25,7 +25,7 @@ from shoal.model.attention.caches import (
     RingCache,
 )
 from shoal.model.attention.selector import attention_kind, by_pages, decode_kernel_refusal
-from shoal.model.mixing import prompt_mixing
+from shoal.model.passes import Prompts
 from shoal.model.transformer import Model, forward
 from shoal.protocols import SampleRequest
 from shoal.records import Completion, Purpose, StopReason
@@ -268,8 +268,8 @@ def own_experts(engine: Engine, ids: np.ndarray) -> np.ndarray:
     @jax.jit
     def run(parameters, tokens):
         positions = jnp.arange(size)[None]
-        mixing = prompt_mixing(model, jnp.array([len(ids)]), size)
-        _, aux = forward(model, parameters, tokens, positions, mixing)
+        prompts = Prompts.of(model, jnp.array([len(ids)]), size)
+        _, aux = forward(model, parameters, tokens, positions, prompts)
         return [layer.experts[0] for layer in aux if layer.experts is not None]
 
     tokens = np.zeros((1, size), np.int32)

@@ -17,8 +17,8 @@ from shoal.mesh import Program, Roles, make_roles
 from shoal.model.architecture import Architecture, DeltaNet, Layer, RopeScaling, Rotary
 from shoal.model.attention.reference import attend
 from shoal.model.head import logits
-from shoal.model.mixing import row_mixing
 from shoal.model.parameters import Parameters, ParamSpec, param_specs
+from shoal.model.passes import PackedRows
 from shoal.model.transformer import Model, forward
 from shoal.records import Completion, Example, Group, Purpose, StopReason
 from shoal.trainer.batch import LearnerBatch, Shape, fill_rows, pack
@@ -224,7 +224,7 @@ class CausalRows:
     def attention(self, layer: Layer) -> CausalRows:
         return self
 
-    def recurrence(self, layer: Layer) -> Any:
+    def recurrence(self) -> Any:
         raise AssertionError("no layer has a recurrence")
 
     def __call__(
@@ -245,8 +245,8 @@ def shoal_logits(a: Architecture, parameters: Parameters, tokens: np.ndarray) ->
     def run(parameters: Parameters, ids: jax.Array) -> jax.Array:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
         segment = jnp.ones(ids.shape, jnp.int32)
-        mixing = row_mixing(model, segment, segment, positions)
-        hidden, _ = forward(model, parameters, ids, positions, mixing)
+        rows = PackedRows.of(model, segment, segment, positions)
+        hidden, _ = forward(model, parameters, ids, positions, rows)
         return logits(model, parameters, hidden)[0]
 
     return np.asarray(run(parameters, jnp.asarray(tokens, jnp.int32)[None]))

@@ -13,8 +13,8 @@ from small import QWEN3, roles
 
 from shoal.model.architecture import Architecture
 from shoal.model.head import logits
-from shoal.model.mixing import prompt_mixing
 from shoal.model.parameters import Parameters, param_specs
+from shoal.model.passes import Prompts
 from shoal.model.transformer import Model, forward
 from shoal.protocols import SampleRequest
 from shoal.records import (
@@ -120,7 +120,7 @@ def same(ours: dict, theirs: dict) -> None:
 @partial(jax.jit, static_argnums=0)
 def _all_logits(m: Model, parameters, tokens: jax.Array, length: jax.Array) -> jax.Array:
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = forward(m, parameters, tokens, positions, prompt_mixing(m, length, tokens.shape[1]))
+    hidden, _ = forward(m, parameters, tokens, positions, Prompts.of(m, length, tokens.shape[1]))
     return logits(m, parameters, hidden)[0]
 
 

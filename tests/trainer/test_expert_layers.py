@@ -21,8 +21,8 @@ from small import (
 
 from shoal.mesh import Role
 from shoal.model.architecture import Experts, Layer
-from shoal.model.mixing import row_mixing
 from shoal.model.parameters import shardings
+from shoal.model.passes import PackedRows
 from shoal.model.transformer import Model, forward
 from shoal.runs.metrics import MetricSet
 from shoal.trainer.batch import LearnerBatch
@@ -87,8 +87,8 @@ def test_training_has_blocks_of_two_sizes_and_sampling_of_one():
         model = Model(MOE, role)
 
         def hidden(tokens: jax.Array) -> jax.Array:
-            mixing = row_mixing(model, tokens * 0 + 1, tokens * 0, numbers)
-            out, _ = forward(model, parameters, tokens, numbers, mixing)
+            rows = PackedRows.of(model, tokens * 0 + 1, tokens * 0, numbers)
+            out, _ = forward(model, parameters, tokens, numbers, rows)
             return out
 
         return str(jax.make_jaxpr(hidden)(numbers)).count(" while[")

@@ -25,7 +25,7 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.train import Config
 from shoal.job.task import with_overlong
 from shoal.model.head import logits
-from shoal.model.mixing import prompt_mixing
+from shoal.model.passes import Prompts
 from shoal.model.transformer import forward
 from shoal.records import (
     Example,
@@ -99,7 +99,7 @@ def all_scores(parameters, ids, length):
     size = ids.shape[1]
     m = model(SMALL)
     hidden, _ = forward(
-        m, parameters, ids, jnp.arange(size)[None], prompt_mixing(m, length[None], size)
+        m, parameters, ids, jnp.arange(size)[None], Prompts.of(m, length[None], size)
     )
     return logits(m, parameters, hidden)
 

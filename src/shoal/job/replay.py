@@ -28,8 +28,8 @@ from shoal.config.train import Config
 from shoal.job.fingerprint import machine
 from shoal.job.job import Job
 from shoal.model.head import head_projection, output_head
-from shoal.model.mixing import row_mixing
 from shoal.model.parameters import frozen_specs, select
+from shoal.model.passes import PackedRows
 from shoal.model.transformer import Model, forward
 from shoal.protocols import GroupRequest, SampleRequest
 from shoal.records import Completion, Group, Params, Purpose, SamplingParams, ShoalError, StopReason
@@ -654,8 +654,8 @@ def _states(model: Model, params: Params, tokens: jax.Array, length: Any) -> jax
     the rest padding."""
     segment = (jnp.arange(tokens.shape[1]) < length)[None].astype(jnp.int32)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    mixing = row_mixing(model, segment, segment, positions)
-    return forward(model, params, tokens, positions, mixing)[0]
+    rows = PackedRows.of(model, segment, segment, positions)
+    return forward(model, params, tokens, positions, rows)[0]
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -59,23 +59,23 @@ class Attention(Protocol):
         ...
 
 
-RecurrenceFn = Callable[..., tuple[jax.Array, Any]]
-"""(inputs: `DeltaNetInputs` of [R, T] tokens, convolution[C, 1, size], cache of the layer) ->
-(out[R, T, Hv, dv], what the pass leaves): a `State`, in decoding a `StateCache`, None in packed
-rows."""
+Recurrence = Callable[..., tuple[jax.Array, Any]]
+"""The recurrence of delta nets in a pass over tokens: (inputs: `DeltaNetInputs` of [R, T] tokens,
+convolution[C, 1, size], cache of the layer) -> (out[R, T, Hv, dv], what the pass leaves). It leaves
+a `State`, in decoding a `StateCache`, in packed rows None."""
 
 
-class Mixing(Protocol):
-    """How the tokens of a pass read each other: those of packed rows in training and scoring, of a
-    prompt, of a piece of one, a token in each slot, context after a completion
-    (`shoal.model.mixing`)."""
+class AttentionPass(Protocol):
+    """What the tokens of a pass read of each other: those of packed rows in training and scoring,
+    of prompts, of a piece of prompts, a token in each slot, context after a completion
+    (`shoal.model.passes`)."""
 
     def attention(self, layer: Layer) -> Attention:
         """Returns the attention of a kind of layer."""
         ...
 
-    def recurrence(self, layer: Layer) -> RecurrenceFn:
-        """Returns the recurrence of a kind of layer whose mixer is a delta net."""
+    def recurrence(self) -> Recurrence:
+        """Returns the recurrence of layers whose mixer is a delta net."""
         ...
 
 
@@ -127,7 +127,7 @@ def block(
     x: jax.Array,
     *,
     rope: Ropes,
-    mixing: Mixing,
+    attention_pass: AttentionPass,
     cache: Any,
     inputs: LayerInputs = NO_INPUTS,
     keys: SharedKeys | None = None,
@@ -146,10 +146,10 @@ def block(
     left: SharedKeys | None = None
     if layer.mixer == "attention":
         own_rope = rope[model.architecture.rotary_index(layer)]
-        attention = mixing.attention(layer)
+        attention = attention_pass.attention(layer)
         mixed, cache, left = _attend(model, layer, w, h, own_rope, attention, cache, keys, habits)
     else:
-        mixed, cache = delta_net(model, w.delta_net, h, mixing.recurrence(layer), cache)
+        mixed, cache = delta_net(model, w.delta_net, h, attention_pass.recurrence(), cache)
     if w.post_attention_norm is not None:
         mixed = norm(mixed, w.post_attention_norm)
     x = kept(x + mixed)

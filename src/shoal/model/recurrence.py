@@ -28,7 +28,7 @@ from shoal.model.parameters import DeltaNetWeights
 
 if TYPE_CHECKING:
     from shoal.model.attention.caches import StateCache
-    from shoal.model.block import RecurrenceFn
+    from shoal.model.block import Recurrence
     from shoal.model.transformer import Model
 
 
@@ -48,7 +48,7 @@ class DeltaNetInputs(NamedTuple):
 
 
 def delta_net(
-    model: Model, w: DeltaNetWeights, h: jax.Array, recurrence: RecurrenceFn, cache: Any
+    model: Model, w: DeltaNetWeights, h: jax.Array, recurrence: Recurrence, cache: Any
 ) -> tuple[jax.Array, Any]:
     """Computes a gated delta net (Yang et al. 2024, arXiv:2412.06464): h[R, T, D] -> (out[R, T, D],
     new cache)."""
@@ -92,7 +92,7 @@ def _by_head(sizes: DeltaNet, convolved: jax.Array) -> tuple[jax.Array, jax.Arra
 
 @dataclass(frozen=True)
 class RowRecurrence:
-    """The `RecurrenceFn` of packed rows, in training and scoring: the state after a prompt is the
+    """The `Recurrence` of packed rows, in training and scoring: the state after a prompt is the
     first state of each of its completions."""
 
     sizes: DeltaNet
@@ -113,7 +113,7 @@ class RowRecurrence:
 
 @dataclass(frozen=True)
 class SequenceRecurrence:
-    """The `RecurrenceFn` of R sequences of T tokens, of which count[R] are real: prompts, pieces of
+    """The `Recurrence` of R sequences of T tokens, of which count[R] are real: prompts, pieces of
     prompts, and context after a completion. The cache is the `State` before the first token, None:
     zeros; the new one is that after the last real token."""
 
@@ -137,7 +137,7 @@ class SequenceRecurrence:
 
 @dataclass(frozen=True)
 class SlotRecurrence:
-    """The `RecurrenceFn` of decoding: one token in each of [N, W] slots. The states of slots that
+    """The `Recurrence` of decoding: one token in each of [N, W] slots. The states of slots that
     are not live[N, W] stay as they are."""
 
     sizes: DeltaNet

@@ -1,9 +1,9 @@
 """The model: its static description, and the one `forward` that every use of it shares.
 
-`forward` runs on rows of tokens [R, T] and takes as a `Mixing` what they read of each other: in
-training and scoring, completions read a shared prompt; in prefill, a prompt reads itself and its
-keys and values, or its last state, are returned; in decoding, one new token in each row reads
-caches. Everything else, and so every number, comes from the same code.
+`forward` runs on rows of tokens [R, T] and takes as an `AttentionPass` what they read of each
+other: in training and scoring, completions read a shared prompt; in prefill, a prompt reads itself
+and its keys and values, or its last state, are returned; in decoding, one new token in each row
+reads caches. Everything else, and so every number, comes from the same code.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shoal.mesh import PINNED_HOST, Role
 from shoal.model.architecture import Architecture, Layer, Stack
 from shoal.model.block import (
     NO_INPUTS,
+    AttentionPass,
     LayerAux,
     LayerInputs,
-    Mixing,
     SharedKeys,
     block,
     cast_weight,
@@ -152,13 +152,13 @@ def forward(
     parameters: Parameters,
     tokens: jax.Array,
     positions: jax.Array,
-    mixing: Mixing,
+    attention_pass: AttentionPass,
     caches: Any = None,
     experts: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
     """Returns (hidden states [R, T, D] after the last norm, `LayerAux` of each layer) of tokens[R,
     T]. positions[R, T] are those in each token's sequence, which its rotation depends on; what a
-    token reads is decided by `mixing` alone.
+    token reads is decided by `attention_pass` alone.
 
     The caches in the result are None in training, those of the prompts in a prefill, the new caches
     in decoding. `caches` has one entry a layer, or is None. `experts` are those of `LayerInputs`.
@@ -170,7 +170,7 @@ def forward(
     if caches is not None:
         # Otherwise XLA for CPU would compute each cosine again for each head and layer.
         rope = computed_once(rope)
-    compute = partial(block, model, rope=rope, mixing=mixing)
+    compute = partial(block, model, rope=rope, attention_pass=attention_pass)
     x, aux = through_layers(model, parameters.blocks, x, compute, caches, inputs=inputs)
     return layer_norm(model, x, rounded(parameters.final_norm, model.dtype)), aux
 

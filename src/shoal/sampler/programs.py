@@ -33,9 +33,9 @@ from shoal.model.block import LayerAux, LayerInputs, PromptKeys, SharedKeys, blo
 from shoal.model.compiler_habits import products_joined
 from shoal.model.head import logits
 from shoal.model.layers import by_layer
-from shoal.model.mixing import context_mixing, piece_mixing, prompt_mixing, slot_mixing
 from shoal.model.norms import layer_norm
 from shoal.model.parameters import Block
+from shoal.model.passes import Context, Piece, Prompts, Slots
 from shoal.model.recurrence import empty_state
 from shoal.model.rotary import Ropes, rotary
 from shoal.model.transformer import Model, embed, forward, layer_embeddings, through_layers
@@ -687,8 +687,8 @@ def _prefill_layers(
     kinds = kinds or model.architecture.layers_in_order
     compute: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
     if size <= piece:
-        mixing = prompt_mixing(model, length, size, reads)
-        compute = partial(block, model, rope=rope, mixing=mixing)
+        prompts = Prompts(model, length, size, reads)
+        compute = partial(block, model, rope=rope, attention_pass=prompts)
     x, aux = through_layers(
         model, blocks, x, compute, kinds=kinds, inputs=_layers_first(inputs), keys=shared_keys
     )
@@ -798,14 +798,14 @@ def _in_pieces(
             return jax.lax.dynamic_slice_in_dim(whole, start, piece, 1)
 
         own, own_rope, own_inputs = jax.tree.map(own_tokens, (x, rope, inputs))
-        mixing = piece_mixing(model, start, length, piece, block_keys)
+        of_piece = Piece(model, length, start, size=piece, block=block_keys)
         own, aux = block(
             model,
             layer,
             weights,
             own,
             rope=own_rope,
-            mixing=mixing,
+            attention_pass=of_piece,
             cache=left,
             inputs=own_inputs,
             keys=keys,
@@ -977,9 +977,9 @@ def _feed_layers(
     kinds = kinds or model.architecture.layers_in_order
     at = ContextSlots(rows, slots, start, count, pages)
     read = [cache.read_completions(at) for cache in caches]
-    mixing = context_mixing(model, prefix_len, start, count)
+    context = Context(model, prefix_len, start, count)
     rope = jax.lax.optimization_barrier(rope)  # as in `forward`
-    compute = partial(block, model, rope=rope, mixing=mixing)
+    compute = partial(block, model, rope=rope, attention_pass=context)
     x, aux = through_layers(
         model, blocks, x, compute, read, kinds, _layers_first(inputs), shared_keys
     )
@@ -1110,7 +1110,7 @@ def _decode(
         position = s.length - 1
         # Most keys that a live slot has: attention reads no block beyond them.
         num_own = jnp.max(jnp.where(s.done, 1, s.length))
-        slots = SlotTokens(
+        tokens = SlotTokens(
             prefix_len=s.prefix_len,
             position=position,
             num_prefix=num_prefix,
@@ -1118,9 +1118,9 @@ def _decode(
             live=~s.done,
             pages=pages,
         )
-        mixing = slot_mixing(model, slots)
+        slots = Slots(model, tokens)
         positions = s.prefix_len[:, None] + position
-        hidden, aux = forward(model, parameters, s.token, positions, mixing, s.caches)
+        hidden, aux = forward(model, parameters, s.token, positions, slots, s.caches)
         caches = tuple(of_layer.cache for of_layer in aux)
         token, logprob, support_ids = _next_tokens(
             model, parameters, hidden, s.sampling, noise[step], choice

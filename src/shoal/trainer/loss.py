@@ -24,7 +24,7 @@ from shoal.mesh import Role
 from shoal.model.block import LayerAux
 from shoal.model.experts import load
 from shoal.model.head import head_projection, head_slices, logits, output_head
-from shoal.model.mixing import row_mixing
+from shoal.model.passes import PackedRows
 from shoal.model.transformer import Model, forward
 from shoal.records import Params
 from shoal.trainer.batch import LearnerBatch
@@ -70,11 +70,11 @@ def hidden_states(
     position = role.split_rows(batch.position)
     segment = role.split_rows(batch.segment)
     prompt = role.split_rows(batch.prompt)
-    mixing = row_mixing(model, segment, prompt, position)
+    rows = PackedRows.of(model, segment, prompt, position)
     experts = None
     if batch.experts is not None:
         experts = _given_experts(model, role.split_rows(batch.experts))
-    hidden, aux = forward(model, parameters, tokens, position, mixing, experts=experts)
+    hidden, aux = forward(model, parameters, tokens, position, rows, experts=experts)
     return hidden, tokens, aux
 
 

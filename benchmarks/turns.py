@@ -205,7 +205,7 @@ def _num_acting(player: TurnDriver) -> int:
 
 def _counting(program: Any, rows: int, prompts: list[int]) -> Any:
     def call(*args: Any, **arrays: Any) -> Any:
-        prompts.extend(arrays["length"][arrays["rows"] < rows].tolist())
+        prompts.extend(arrays["length"][arrays["new_rows"].rows < rows].tolist())
         return program(*args, **arrays)
 
     return call

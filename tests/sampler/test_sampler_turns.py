@@ -164,7 +164,9 @@ def test_more_rollouts_than_places(base, monkeypatch):
     def counting(name, program):
         def call(*args, **kwargs):
             calls[name] += (
-                (kwargs["rows"] < engine.num_rows).sum() if name in ("prefill", "join") else 1
+                (kwargs["new_rows"].rows < engine.num_rows).sum()
+                if name in ("prefill", "join")
+                else 1
             )
             return program(*args, **kwargs)
 

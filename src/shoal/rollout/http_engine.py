@@ -401,13 +401,14 @@ class HttpEngine(ABC):
         partial.extend(message.context, message.turn_limit)
         # All at once: the server gets the tokens so far as its prompt.
         partial.feed(len(message.context), self.version, self.settings.max_support)
+        partial.begin_decode()
         self._waiting.appendleft((message.request_id, number))
 
     def _end(self, message: End) -> None:
         """Ends a completion whose turn has ended; forgets the request once all its completions are
         over. Sends nothing: the server keeps nothing of a completion between its turns."""
         active = self.requests[message.request_id]
-        active.partials[message.index - active.request.first].waits = False
+        active.partials[message.index - active.request.first].end()
         if active.is_done:
             del self.requests[message.request_id]
 

@@ -32,13 +32,14 @@ from shoal.model.attention.caches import NO_PAGE, PAGE, cache_size
 from shoal.model.attention.selector import by_pages, decodes_by_kernel
 from shoal.model.transformer import Model
 from shoal.protocols import Cancel, End, Extend, Message, SampleRequest
-from shoal.records import Completion, Params, Purpose, ShoalError, StopReason
+from shoal.records import Completion, Params, Purpose, ShoalError
 from shoal.sampler.partial import (
     ActiveRequest,
     Decode,
     FedTokens,
     InFlightStep,
     PartialCompletion,
+    Phase,
     RowOwner,
     check_request,
     experts_in_row,
@@ -275,7 +276,7 @@ class Engine:
         memory, the row is queued to return. ValueError if the completion does not wait, or if the
         context and one more token do not fit; KeyError if no request `id` is in progress."""
         partial, subgroup, row, slot = self._locate(id, index)
-        partial.extend(context, turn_limit)
+        partial.extend(context, turn_limit, self.has_states)
         if row is not None:
             # the next decode samples in this slot again
             self._inactive[row, slot] = False
@@ -288,7 +289,7 @@ class Engine:
         is forgotten once all its completions are. KeyError if no request `id` is in progress.
         Changes nothing if the completion is still being sampled."""
         partial, _, row, _ = self._locate(id, index)
-        partial.waits = False
+        partial.end()
         if row is not None:
             self._release_if_over(row)
         elif self.requests[id].is_done:
@@ -366,7 +367,7 @@ class Engine:
         returns nothing for a request with turns. Tokens of steps in flight are dropped. KeyError if
         no request `id` is in progress."""
         for partial in self.requests[id].partials:
-            partial.reason = partial.reason or StopReason.CANCELLED
+            partial.cancel()
         for row, (owner_id, _) in self.scheduler.running.items():
             if owner_id == id:
                 self._inactive[row] = True
@@ -598,6 +599,7 @@ class Engine:
             self._start_restore(admission)
             return
         arrays = self._empty_batch(admission.bucket)
+        new_rows = arrays["new_rows"]
         owners = []
         for position, id, subgroup, row, source in admission.entries:
             active = self.requests[id]
@@ -605,11 +607,11 @@ class Engine:
             first = request.first + subgroup * self.siblings
             partials = self._partials(subgroup, active)
             count = len(partials)
-            arrays["rows"][position] = row % self.replica_rows
-            arrays["limit"][position, :count] = [partial.limit for partial in partials]
+            new_rows.rows[position] = row % self.replica_rows
+            new_rows.limit[position, :count] = [partial.limit for partial in partials]
             noise_keys = [request.noise_key.key(first + i) for i in range(count)]
-            arrays["keys"][position, :count] = noise_keys
-            arrays["sampling"].set(position, request.params)
+            new_rows.keys[position, :count] = noise_keys
+            new_rows.sampling.set(position, request.params)
             if admission.bucket:
                 size = len(request.prompt_ids)
                 arrays["tokens"][position, :size] = request.prompt_ids
@@ -617,7 +619,7 @@ class Engine:
             else:
                 arrays["sources"][position] = source % self.replica_rows
             # slots that the request does not use count as ended
-            self._inactive[row] = arrays["limit"][position] == 0
+            self._inactive[row] = new_rows.limit[position] == 0
             if self.pool:
                 self.pool.enter(row, self._pages_needed(id, subgroup))
             owners.append(RowOwner(position, row, subgroup, active))
@@ -647,12 +649,12 @@ class Engine:
             to_feed: list[tuple[int, int, PartialCompletion]] = []
             for _, row, subgroup, active in owners:
                 for slot, partial in enumerate(self._partials(subgroup, active)):
-                    rewinds = self.has_states and partial.rewinds
-                    if partial.resumes and (rewinds or len(partial.context) >= FEED):
+                    if partial.needs_feed:
                         to_feed.append((row, slot, partial))
             if not to_feed:
                 return all_fed
             arrays = self._empty_feed()
+            at = arrays["at"]
             take_position = self.scheduler.position_taker(FEED_ROWS * self.scheduler.replicas)
             fed: list[tuple[PartialCompletion, int, int]] = []  # (.., position, number of tokens)
             for row, slot, partial in to_feed:
@@ -660,19 +662,19 @@ class Engine:
                 if position is None:
                     # this feed is full: the next turn of the outer loop has the rest
                     continue
-                arrays["rows"][position] = row % self.replica_rows
-                arrays["slots"][position] = slot
+                at.rows[position] = row % self.replica_rows
+                at.slots[position] = slot
                 if self.pool:
-                    arrays["pages"][position] = self.pool.table[row, slot]
-                if self.has_states and partial.rewinds:
-                    start, tokens = partial.refeed(FEED)
+                    at.pages[position] = self.pool.table[row, slot]
+                if partial.phase is Phase.RECOMPUTING:
+                    start, tokens = partial.recompute(FEED)
                 else:
                     # the feed begins with the last token before the context, which has no key yet
                     start = len(partial.tokens) - 1
                     tokens = partial.feed(FEED, self.version, self.max_support)
                     fed.append((partial, position, len(tokens)))
-                arrays["start"][position] = start
-                arrays["count"][position] = len(tokens)
+                at.start[position] = start
+                at.count[position] = len(tokens)
                 arrays["tokens"][position, : len(tokens)] = tokens
             experts = self._run("feed", arrays)
             if self.records_experts:
@@ -702,10 +704,10 @@ class Engine:
         arrays = self._decode_arrays(bool(with_turns))
         for _, row, subgroup, active in with_turns:
             for slot, partial in enumerate(self._partials(subgroup, active)):
-                if partial.resumes:
+                if partial.phase is Phase.FEEDING:
                     arrays["resumed"][row, slot] = len(partial.tokens)
                     arrays["last"][row, slot] = partial.tokens[-1]
-                    partial.resumes = False
+                    partial.begin_decode()
                 # These leave `context` once the step is gathered (`PartialCompletion.add`).
                 next_tokens = partial.context[:CHUNK]
                 if next_tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import NamedTuple
 
 import jax
@@ -22,9 +23,32 @@ part of the whole text: a character that is cut decodes to up to three replaceme
 some decoders drop a leading space."""
 
 
+class Phase(Enum):
+    """What happens next to a completion.
+
+                            a decode begins
+            +--------------------------------------------------+
+            v                                                  |
+        SAMPLING ---a turn ends---> WAITING ---extend-----> FEEDING
+            |                         |  |                     ^
+            | the last one ends       |  +------extend----+    | its state is there again
+            v                         |                   v    |
+          OVER <--------end-----------+               RECOMPUTING
+
+    It is RECOMPUTING only if the model has recurrent states, after a turn that the host has cut:
+    the device may have sampled beyond it. Keys of dropped tokens are written over, but a state
+    cannot go back, so it is computed anew from the first token on."""
+
+    SAMPLING = auto()  # decodes sample its tokens, after the rest of its context
+    WAITING = auto()  # its turn has ended: it is to be extended or ended
+    RECOMPUTING = auto()  # feeds compute its tokens but the last again
+    FEEDING = auto()  # it has been extended: feeds compute the context, if that is long
+    OVER = auto()
+
+
 @dataclass
 class PartialCompletion:
-    """A completion that is being sampled: its tokens so far.
+    """A completion that is being sampled: its tokens so far, and its `Phase`.
 
     All lists with a value per token have the length of `tokens`, except that `support_ids` is empty
     if they are not recorded. Its `ActiveRequest` owns it."""
@@ -45,19 +69,21 @@ class PartialCompletion:
     experts: list[np.ndarray] = field(default_factory=list)
     # why the completion, or its last turn, ended; None while it is sampled
     reason: StopReason | None = None
-    # True if the turn has ended and the completion is to be extended or ended next
-    waits: bool = False
-    resumes: bool = False  # True if the completion was extended and no decode has begun since
-    # True if the state after all tokens but the last is to be computed anew, from the first token
-    # on, before the completion goes on (see `extend`). `refed` tokens of it are computed.
-    rewinds: bool = False
-    refed: int = 0
+    phase: Phase = Phase.SAMPLING
+    num_recomputed: int = 0  # while it is RECOMPUTING: of so many tokens
     context: list[int] = field(default_factory=list)  # context to be appended, not yet in `tokens`
 
     @property
-    def is_closed(self) -> bool:
-        """True if the completion is over."""
-        return self.reason is not None and not self.waits
+    def waits(self) -> bool:
+        """True if the turn has ended and the completion is to be extended or ended next."""
+        return self.phase is Phase.WAITING
+
+    @property
+    def needs_feed(self) -> bool:
+        """True if the next decode has to wait for a feed of this completion. The rest of a context,
+        shorter than FEED, is left to the decode."""
+        has_long_context = self.phase is Phase.FEEDING and len(self.context) >= FEED
+        return has_long_context or self.phase is Phase.RECOMPUTING
 
     @property
     def turn_end(self) -> int:
@@ -70,21 +96,22 @@ class PartialCompletion:
         """Returns the most keys that the completion may have in a cache once the decodes in flight
         and the next decode have ended; 0 if it is over. `decodes_in_flight`: number of decodes that
         have started and sample this completion."""
-        if self.is_closed:
+        if self.phase is Phase.OVER:
             return 0
         num_keys = max(1, len(self.tokens))
-        if not self.waits:
+        if self.phase is not Phase.WAITING:
             num_keys += CHUNK * (1 + decodes_in_flight)
-            if self.resumes:
-                # the part of the context that feeds compute before the next decode
-                num_keys += len(self.context) // FEED * FEED
+        if self.phase in (Phase.RECOMPUTING, Phase.FEEDING):
+            # the part of the context that feeds compute before the next decode
+            num_keys += len(self.context) // FEED * FEED
         return min(self.limit, num_keys) - 1  # the last token has no key yet
 
-    def extend(self, context: Sequence[int], turn_limit: int = 0) -> None:
+    def extend(self, context: Sequence[int], turn_limit: int = 0, has_states: bool = False) -> None:
         """Continues a completion whose turn has ended, after tokens of context, with a turn of at
-        most `turn_limit` tokens (0: no limit). `context` may be empty only after a turn that was
-        cut. ValueError if the completion does not wait, or if the context and one more token do not
-        fit within `limit`. `turn_limit` counts from the end of the context."""
+        most `turn_limit` tokens (0: no limit), which counts from the end of the context. `context`
+        may be empty only after a turn that was cut. `has_states` is whether the model has recurrent
+        states (see `Phase`). ValueError if the completion does not wait, or if the context and one
+        more token do not fit within `limit`."""
         if not self.waits:
             raise ValueError("only a completion whose turn has ended can be extended")
         # after an end token a turn begins with context; a turn that was cut may simply go on
@@ -95,13 +122,11 @@ class PartialCompletion:
                 f"{least}, and room for one more within {self.limit}"
             )
         self.context = list(context)
-        # The device may have sampled beyond a turn that the host has cut. Keys of dropped tokens
-        # are written over; a state cannot go back.
-        self.rewinds = self.reason is not StopReason.EOS
-        self.refed = 0
+        # The host has cut every turn that did not end with an end-of-sequence token.
+        was_cut = self.reason is not StopReason.EOS
+        self.phase = Phase.RECOMPUTING if has_states and was_cut else Phase.FEEDING
+        self.num_recomputed = 0
         self.reason = None
-        self.waits = False
-        self.resumes = True
         self.turn_limit = turn_limit
         self.turn_start = len(self.tokens) + len(context)
 
@@ -112,17 +137,33 @@ class PartialCompletion:
         self.reason = reason
         has_room = len(self.tokens) < self.limit - 1  # for one token of context, and one after it
         is_turn = reason in (StopReason.EOS, StopReason.STOP) or len(self.tokens) == self.turn_end
-        self.waits = has_turns and has_room and is_turn
+        may_go_on = has_turns and has_room and is_turn
+        self.phase = Phase.WAITING if may_go_on else Phase.OVER
 
-    def refeed(self, count: int) -> tuple[int, list[int]]:
-        """Returns (index of the first, tokens) of the next tokens to be computed anew, at most
+    def end(self) -> None:
+        """Ends a completion whose turn has ended. Changes nothing if it is still being sampled."""
+        if self.phase is Phase.WAITING:
+            self.phase = Phase.OVER
+
+    def cancel(self) -> None:
+        """Ends the completion, whatever its phase."""
+        self.reason = self.reason or StopReason.CANCELLED
+        self.phase = Phase.OVER
+
+    def begin_decode(self) -> None:
+        """Notes that a decode has begun that samples the completion."""
+        self.phase = Phase.SAMPLING
+
+    def recompute(self, count: int) -> tuple[int, list[int]]:
+        """Returns (index of the first, tokens) of the next tokens to be computed again, at most
         `count`, and counts them as computed; no token if there is only one, whose state is the
-        prompt's. Only if the completion `rewinds`, which ends with the last of them."""
-        start = self.refed
+        prompt's. Only for a completion that is RECOMPUTING, until the last of these tokens."""
+        start = self.num_recomputed
         last = len(self.tokens) - 1
-        self.refed = min(start + count, last)
-        self.rewinds = self.refed < last
-        return start, self.tokens[start : self.refed]
+        self.num_recomputed = min(start + count, last)
+        if self.num_recomputed == last:
+            self.phase = Phase.FEEDING
+        return start, self.tokens[start : self.num_recomputed]
 
     def feed(self, count: int, version: int, max_support: int) -> list[int]:
         """Moves the first `count` tokens of `context` to `tokens`, as tokens of `version` with
@@ -161,7 +202,7 @@ class PartialCompletion:
         count = int(step.count[position, slot])  # tokens of the slot that are kept
         stop = request.params.stop
         reason = None
-        # A decode appends what is left of the context before it samples.
+        # A decode appends what remains of the context before it samples.
         forced = min(count, len(self.context))
         del self.context[:forced]
         self.is_sampled.extend([False] * forced + [True] * (count - forced))
@@ -266,7 +307,7 @@ class ActiveRequest:
     @property
     def is_done(self) -> bool:
         """True if all completions are over: none is sampled or waits to be extended."""
-        return all(partial.is_closed for partial in self.partials)
+        return all(partial.phase is Phase.OVER for partial in self.partials)
 
 
 def stop_length(decode: Decode, stop: Sequence[str], tokens: Sequence[int], new: int) -> int | None:

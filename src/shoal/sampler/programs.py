@@ -30,11 +30,11 @@ from shoal.model.attention.caches import RING_SLACK, Cache, ContextSlots, PieceK
 from shoal.model.attention.decode import SlotTokens
 from shoal.model.attention.selector import attention_kind, prompt_reads
 from shoal.model.block import LayerAux, LayerInputs, PromptKeys, SharedKeys, block
-from shoal.model.compiler_habits import products_joined
+from shoal.model.compiler_habits import computed_once, products_joined
 from shoal.model.head import logits
-from shoal.model.layers import by_layer
+from shoal.model.layers import by_layer, unstacked
 from shoal.model.norms import layer_norm
-from shoal.model.parameters import Block
+from shoal.model.parameters import Block, LayerEmbedding
 from shoal.model.passes import Context, Piece, Prompts, Slots
 from shoal.model.recurrence import empty_state
 from shoal.model.rotary import Ropes, rotary
@@ -54,8 +54,8 @@ CHUNK = 32
 strings."""
 
 PIECE = 1024
-"""Tokens of a prompt that are computed at once if attention has no kernel of its own (see
-`piece_size`)."""
+"""Tokens of a prompt that are computed at once, of a chunked prefill, if attention has no kernel
+of its own (see `piece_size`)."""
 
 TURNS_AT_ONCE = 4
 """A decode ends when one in this many of the turns under way has ended."""
@@ -117,6 +117,60 @@ class SampledTokens:
     prompt_experts: Any = None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NewRows:
+    """Rows of a replica that a prefill or a join fills, at most R, each with up to W completions of
+    one prompt. Nothing is written for a row past the end."""
+
+    rows: Any  # int32[R]
+    limit: Any  # int32[R, W]: most tokens of each completion; 0: the slot stays unused
+    keys: Any  # uint32[R, W, 2]: the address of each completion's noise
+    sampling: SamplingArrays  # [R] each: temperature and truncation
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PromptTokens:
+    """Prompts [R, T] of a prefill: what all layers need to know of them."""
+
+    rows: Any  # int32[R]: where they go; nothing is written for a row past the end
+    length: Any  # int32[R]
+    rope: Ropes  # rotary angles
+    reads: Any  # of `prompt_reads`; () if the prompts are computed in pieces
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ContextTokens:
+    """Tokens [M, C] of context of a feed: what all layers need to know of them."""
+
+    at: ContextSlots
+    prefix_len: Any  # int32[M]: lengths of the completions' prompts
+    rope: Ropes  # rotary angles
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Embedded:
+    """Tokens of a prefill or a feed, ready for the layers."""
+
+    x: Any  # [R, T, D]: enters the first layer
+    # `LayerInputs` of all L layers, [L, R, T, ...]; or a tuple of each layer's by itself, [R, T,
+    # ...], if the layers are compiled one by one
+    inputs: Any
+    tokens: Any  # `PromptTokens` or `ContextTokens`
+
+
+class ComputedLayer(NamedTuple):
+    """What the program of one layer returns."""
+
+    x: Any  # [R, T, D]: the layer's output
+    cache: Any  # the layer's `Cache`, with what the tokens left
+    experts: Any  # the `_chosen_experts`; () if none are recorded
+    keys: Any  # `SharedKeys` for other layers; None if none reads them
+
+
 class TokenChoice(NamedTuple):
     """How tokens are chosen, as far as programs are compiled for it."""
 
@@ -148,8 +202,8 @@ def make_programs(
 ) -> dict[str, Program]:
     """Returns the programs of an engine by name, each compiled at its first call: "make_state",
     "prefill", "join", "decode", "feed", "save", "restore". If the model's layers are compiled one
-    by one, "prefill" and "feed" compute one layer, and "embed" and "enter" what comes before and
-    after the layers: `run_program` calls them in turn.
+    by one, "prefill" and "feed" compute one layer, "embed" and "embed context" what comes before
+    the layers, and "enter" what comes after them: `run_program` calls them in turn.
 
     `eos_ids`: tokens that end a completion. `truncated`, `max_support`, `records_experts`: see
     `TokenChoice`. Prompts longer than `piece` tokens are computed in pieces of that many (see
@@ -171,8 +225,8 @@ def make_programs(
 
     def jit(
         step: Callable,
-        specs: tuple,
-        shardings: tuple,
+        specs: Any,
+        shardings: Any,
         role: Role = role,
         donated: Any = "state",
         queued: bool = True,
@@ -212,27 +266,27 @@ def make_programs(
         feed = partial(_feed, records_experts=records_experts)
         programs["feed"] = jit(feed, (by_row, by_row), (layout, placed))
         return programs
-    embed_specs = (by_row, by_row, by_row, by_row)
-    embed_shardings = (placed, placed, placed, placed)
-    embed_step = partial(_embed_by_layer, piece=piece)
-    programs["embed"] = jit(embed_step, embed_specs, embed_shardings, donated=())
-    layer_specs = (by_row, by_row, by_row, by_row)
-    layers = model.architecture.marked_layers
+    # Arguments stay on the devices from program to program: what all layers need is embedded too.
+    embed_step = partial(_with_inputs_by_layer, partial(embed_prompts, piece=piece))
+    programs["embed"] = jit(embed_step, by_row, placed, donated=())
+    embed_step = partial(_with_inputs_by_layer, embed_context)
+    programs["embed context"] = jit(embed_step, by_row, placed, donated=())
     # of keys that layers leave for others: [R, T, K, A] of prompts, [R, K, T, A] in caches
     of_prompts = NamedSharding(model.role.mesh, PartitionSpec(model.role.row_axes, None, "tensor"))
     of_caches = NamedSharding(model.role.mesh, PartitionSpec(model.role.row_axes, "tensor"))
+    layers = model.architecture.marked_layers
     for number, (layer, is_read) in enumerate(_programs_of_layers(model.architecture)):
-        first = layers.index((layer, is_read))
-        cache = layout.caches[first : first + 1]
-        jit_layer = partial(jit, specs=layer_specs, donated=("x", "caches"), queued=False)
-        of_layer = {"kinds": (layer,), "records_experts": records_experts, "is_read": is_read}
-        prefill = partial(_prefill_layers, piece=piece, **of_layer)
-        feed = partial(_feed_layers, **of_layer)
-        shardings = placed, cache, placed
+        cache = layout.caches[layers.index((layer, is_read))]
+        jit_layer = partial(jit, specs=by_row, donated=("x", "cache"), queued=False)
+        of_layer = {"layer": layer, "records_experts": records_experts, "is_read": is_read}
         programs[_of_kind("prefill", number)] = jit_layer(
-            prefill, shardings=(*shardings, of_prompts)
+            partial(_prefill_layer, piece=piece, **of_layer),
+            shardings=ComputedLayer(placed, cache, placed, of_prompts),
         )
-        programs[_of_kind("feed", number)] = jit_layer(feed, shardings=(*shardings, of_caches))
+        programs[_of_kind("feed", number)] = jit_layer(
+            partial(_feed_layer, **of_layer),
+            shardings=ComputedLayer(placed, cache, placed, of_caches),
+        )
     without_caches = replace(layout, caches=())
     programs["enter"] = jit_sampling("enter", _enter_prompts, layout=without_caches)
     return programs
@@ -268,43 +322,89 @@ def run_program(
     `state` is donated: it must not be used afterwards."""
     if name not in ("prefill", "feed") or "embed" not in programs:
         return programs[name](parameters, state=state, **arrays)
-    embed_inputs = dict(arrays)
-    enter_inputs = {}
-    for key in ("limit", "keys", "sampling"):
-        if key in embed_inputs:
-            enter_inputs[key] = embed_inputs.pop(key)
-    if name == "feed":
-        embed_inputs["prefix_len"] = state.prefix_len
-    tables = parameters.embed_tokens, parameters.layer_embedding
-    x, inputs, shared, where = programs["embed"](tables, **embed_inputs)
-    # `where`: `rows` and `length` of prompts; `rows`, `slots`, `start` and `pages` of contexts
-    shared |= where
-    enter_inputs |= where
-    caches = ()
-    experts: tuple[jax.Array, ...] = ()
-    layers = model.architecture.marked_layers
-    kinds = _programs_of_layers(model.architecture)
-    left: list[SharedKeys | None] = []
-    by_layer = zip(layers, parameters.blocks, state.caches, inputs, strict=True)
-    for marked, weights, cache, own in by_layer:
-        layer, _ = marked
-        shared_keys = None if layer.keys_of is None else left[layer.keys_of]
-        program = programs[_of_kind(name, kinds.index(marked))]
-        x, written, chosen, of_layer = program(
-            (weights,), x=x, caches=(cache,), inputs=own, shared_keys=shared_keys, **shared
-        )
-        caches += written
-        experts += chosen
-        left.append(of_layer)
-    if name == "feed":
-        return replace(state, caches=caches), experts
+    if name == "prefill":
+        return _prefill_one_by_one(model, programs, parameters, state, **arrays)
+    return _feed_one_by_one(model, programs, parameters, state, **arrays)
+
+
+def _prefill_one_by_one(
+    model: Model,
+    programs: Mapping[str, Callable],
+    parameters: Params,
+    state: DecodeState,
+    *,
+    tokens: Any,
+    length: Any,
+    new_rows: NewRows,
+) -> tuple[DecodeState, SampledTokens]:
+    """Calls the programs that compute what `_prefill` does."""
+    embedded = programs["embed"](
+        _tables(parameters), tokens=tokens, length=length, rows=new_rows.rows
+    )
+    x, caches, experts = _run_layers(model, programs, "prefill", parameters, state, embedded)
     # This program needs neither the layers nor the caches.
     state, sampled = programs["enter"](
-        replace(parameters, blocks=()), state=replace(state, caches=()), x=x, **enter_inputs
+        replace(parameters, blocks=()),
+        state=replace(state, caches=()),
+        x=x,
+        length=embedded.tokens.length,
+        new_rows=replace(new_rows, rows=embedded.tokens.rows),
     )
     if experts:
         sampled = replace(sampled, prompt_experts=experts)
     return replace(state, caches=caches), sampled
+
+
+def _feed_one_by_one(
+    model: Model,
+    programs: Mapping[str, Callable],
+    parameters: Params,
+    state: DecodeState,
+    *,
+    tokens: Any,
+    at: ContextSlots,
+) -> tuple[DecodeState, tuple[jax.Array, ...]]:
+    """Calls the programs that compute what `_feed` does."""
+    embedded = programs["embed context"](
+        _tables(parameters), tokens=tokens, at=at, prefix_len=state.prefix_len
+    )
+    _, caches, experts = _run_layers(model, programs, "feed", parameters, state, embedded)
+    return replace(state, caches=caches), experts
+
+
+def _run_layers(
+    model: Model,
+    programs: Mapping[str, Callable],
+    name: str,
+    parameters: Params,
+    state: DecodeState,
+    embedded: Embedded,
+) -> tuple[jax.Array, tuple[Cache, ...], tuple[jax.Array, ...]]:
+    """Calls the program of each layer for "prefill" or "feed". Returns (the last layer's output,
+    the new caches, the experts of each layer that has some, () if none are recorded)."""
+    layers = model.architecture.marked_layers
+    kinds = _programs_of_layers(model.architecture)
+    x = embedded.x
+    caches = []
+    experts: tuple[jax.Array, ...] = ()
+    keys_of: list[SharedKeys | None] = []  # by the number of the layer that they are of
+    by_layer = zip(layers, parameters.blocks, state.caches, embedded.inputs, strict=True)
+    for marked, weights, cache, inputs in by_layer:
+        layer, _ = marked
+        program = programs[_of_kind(name, kinds.index(marked))]
+        computed: ComputedLayer = program(
+            weights,
+            x=x,
+            cache=cache,
+            inputs=inputs,
+            shared_keys=None if layer.keys_of is None else keys_of[layer.keys_of],
+            tokens=embedded.tokens,
+        )
+        x = computed.x
+        caches.append(computed.cache)
+        experts += computed.experts
+        keys_of.append(computed.keys)
+    return x, tuple(caches), experts
 
 
 def _on_each_replica(role: Role, function: Callable) -> Callable:
@@ -509,7 +609,7 @@ def recorded_calls(
     return calls
 
 
-def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row: Any) -> tuple:
+def _by_replica(step: Callable, model: Model, out: Any, weights: Any, **by_row: Any) -> Any:
     """Runs a step on each replica's rows separately, and returns its results: replicas exchange
     nothing, and each decodes until its own last slot has ended. `out`: partition specs of the
     results. `weights`: what all replicas have; `by_row`: arguments that are split by row."""
@@ -517,7 +617,7 @@ def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row
     if role.row_shards == 1:
         return step(weights, model=model, **by_row)
 
-    def on_replica(weights: Any, by_row: dict[str, Any]) -> tuple:
+    def on_replica(weights: Any, by_row: dict[str, Any]) -> Any:
         """Runs the step on the rows of one replica."""
         # Rows are split already; the partitioner still splits heads and vocabulary over `tensor`.
         rules = tuple((axis, None if axis == "rows" else mapped) for axis, mapped in role.rules)
@@ -537,21 +637,22 @@ def _by_replica(step: Callable, model: Model, out: tuple, weights: Any, **by_row
 def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
     """Returns the arguments of `_prefill` for prompts of `bucket` tokens (0: of `_join`) as NumPy
     arrays with all positions unused. The caller fills positions in. `positions`: R, rows that the
-    step can fill; `siblings`: W. Keys: `rows`, `limit`, `keys` and `sampling`; of a prefill also
-    `tokens` and `length`, of a join `sources`."""
-    arrays: dict[str, Any] = {
-        "rows": np.full(positions, OUT_OF_RANGE_ROW, np.int32),
-        "limit": np.zeros((positions, siblings), np.int32),
-        "keys": np.zeros((positions, siblings, 2), np.uint32),
-        "sampling": jax.tree.map(partial(np.zeros, positions), SAMPLING_TYPES),
+    step can fill; `siblings`: W. Keys: `new_rows`; of a prefill also `tokens` and `length`, of a
+    join `sources`."""
+    new_rows = NewRows(
+        rows=np.full(positions, OUT_OF_RANGE_ROW, np.int32),
+        limit=np.zeros((positions, siblings), np.int32),
+        keys=np.zeros((positions, siblings, 2), np.uint32),
+        sampling=jax.tree.map(partial(np.zeros, positions), SAMPLING_TYPES),
+    )
+    if not bucket:
+        return {"new_rows": new_rows, "sources": np.zeros(positions, np.int32)}
+    return {
+        "new_rows": new_rows,
+        "tokens": np.zeros((positions, bucket), np.int32),
+        # 1, not 0: the index of the last token stays valid
+        "length": np.ones(positions, np.int32),
     }
-    if bucket:
-        return arrays | {
-            "tokens": np.zeros((positions, bucket), np.int32),
-            # 1, not 0: the index of the last token stays valid
-            "length": np.ones(positions, np.int32),
-        }
-    return arrays | {"sources": np.zeros(positions, np.int32)}
 
 
 def _prefill(
@@ -560,148 +661,138 @@ def _prefill(
     state: DecodeState,
     tokens: jax.Array,
     length: jax.Array,
-    rows: jax.Array,
-    limit: jax.Array,
-    keys: jax.Array,
-    sampling: SamplingArrays,
+    new_rows: NewRows,
     model: Model,
     piece: int,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Enters prompts tokens[R, T] of length[R] into rows[R] of their replica: writes their keys,
-    and samples the first token of up to W completions of each. limit[R, W]: most tokens of each
-    completion, 0 for slots that stay unused. keys[R, W, 2]: addresses of their noise. sampling[R]:
-    temperature and truncation. Nothing is written for a row past the end. If T is more than
+    """Enters prompts tokens[R, T] of length[R] into rows of their replica: writes what they leave
+    to the caches, and samples the first token of up to W completions of each. If T is more than
     `piece`, the prompts are computed in pieces of that many tokens, and T is a multiple of it.
     Returns (state, sampled tokens)."""
-    tables = parameters.embed_tokens, parameters.layer_embedding
-    x, inputs, shared, _ = _embed(
-        tables, tokens=tokens, model=model, piece=piece, length=length, rows=rows
-    )
-    x, caches, experts, _ = _prefill_layers(
-        parameters.blocks,
-        x=x,
-        inputs=inputs,
-        rope=shared["rope"],
-        reads=shared["reads"],
-        caches=state.caches,
+    embedded = embed_prompts(
+        _tables(parameters),
+        tokens=tokens,
         length=length,
-        rows=rows,
+        rows=new_rows.rows,
         model=model,
         piece=piece,
-        records_experts=choice.records_experts,
     )
+    compute = _prompt_layers(model, embedded.tokens, tokens.shape[1], piece)
+    x, aux = through_layers(model, parameters.blocks, embedded.x, compute, inputs=embedded.inputs)
+    caches = []
+    for cache, of_layer in zip(state.caches, aux, strict=True):
+        caches.append(cache.write_prompts(of_layer.cache, new_rows.rows, length, model.role))
     state, sampled = _enter_prompts(
         parameters,
-        state=replace(state, caches=caches),
+        state=replace(state, caches=tuple(caches)),
         x=x,
-        rows=rows,
         length=length,
-        limit=limit,
-        keys=keys,
-        sampling=sampling,
+        new_rows=new_rows,
         model=model,
         choice=choice,
     )
     if choice.records_experts:
-        sampled = replace(sampled, prompt_experts=experts)
+        sampled = replace(sampled, prompt_experts=_chosen_experts(model, aux))
     return state, sampled
 
 
-def _embed(
-    tables: Any,
+def _tables(parameters: Params) -> tuple[jax.Array, LayerEmbedding | None]:
+    """Returns the parameters that embed tokens."""
+    return parameters.embed_tokens, parameters.layer_embedding
+
+
+def embed_prompts(
+    tables: tuple[jax.Array, LayerEmbedding | None],
     *,
     tokens: jax.Array,
-    model: Model,
-    piece: int = 0,
-    prefix_len: jax.Array | None = None,
-    **where: jax.Array,
-) -> tuple[jax.Array, LayerInputs, dict[str, Any], dict[str, jax.Array]]:
-    """Prepares tokens[R, T] for the layers, in "prefill" and "feed". Returns (x[R, T, D], which
-    enters the first layer; the layers' own inputs [R, L, ...]; what all layers share: `rope`, the
-    rotary angles, and `prefix_len`[R] of contexts or `reads` of prompts, the blocks of keys that
-    attention reads; `where`). `reads` is () if the prompts are computed in pieces, of `piece`
-    tokens each.
-
-    `tables`: the model's `embed_tokens` and `layer_embedding`. `where`: the arguments that say at
-    which rows and positions the tokens stand, returned unchanged. With `prefix_len`[N], the lengths
-    of all rows' prompts, the tokens are context of completions in the rows; else they are
-    prompts."""
-    size = tokens.shape[1]
-    first = jnp.zeros(len(tokens), jnp.int32)
-    shared: dict[str, Any] = {}
-    if prefix_len is not None:
-        shared["prefix_len"] = entries_at(prefix_len, where["rows"])
-        first = shared["prefix_len"] + where["start"]
-    elif size <= piece:
-        shared["reads"] = prompt_reads(model, where["length"], size)
-    else:
-        shared["reads"] = ()
-    shared["rope"] = rotary(model.architecture, first[:, None] + jnp.arange(size))
-    embed_tokens, layer_embedding = tables
-    x = embed(model, embed_tokens, tokens, model.architecture.embedding_scale)
-    inputs = LayerInputs(layer_embeddings(model, layer_embedding, tokens, x))
-    # rows in front, as all that passes between programs has
-    rows_first = jax.tree.map(partial(jnp.swapaxes, axis1=0, axis2=1), inputs)
-    return x, rows_first, shared, where
-
-
-def _embed_by_layer(
-    tables: Any, **arguments: Any
-) -> tuple[jax.Array, tuple[LayerInputs, ...], dict[str, Any], dict[str, jax.Array]]:
-    """Computes `_embed`, and returns what it does, but the inputs of each layer, [R, 1, ...], by
-    themselves."""
-    model: Model = arguments["model"]
-    x, inputs, shared, where = _embed(tables, **arguments)
-    by_layer = []
-    for number in range(model.architecture.num_layers):
-        by_layer.append(jax.tree.map(lambda of_all, n=number: of_all[:, n : n + 1], inputs))
-    return x, tuple(by_layer), shared, where
-
-
-def _prefill_layers(
-    blocks: Any,
-    *,
-    x: jax.Array,
-    inputs: LayerInputs,
-    rope: Ropes,
-    reads: tuple,
-    caches: tuple[Cache, ...],
     length: jax.Array,
     rows: jax.Array,
     model: Model,
     piece: int,
-    kinds: Sequence[Layer] = (),
-    records_experts: bool = False,
-    is_read: bool = False,
-    shared_keys: SharedKeys | None = None,
-) -> tuple[jax.Array, tuple[Cache, ...], tuple[jax.Array, ...], SharedKeys | None]:
-    """Runs prompts x[R, T, D] of length[R] through layers. Returns (the layers' output, the caches
-    with what the prompts left written to rows[R], with `records_experts` the `_chosen_experts` of
-    these layers, else (), and with `is_read` what the first layer leaves for others, else None).
-    `shared_keys`: what another layer left for these. `rope`, `reads` and `inputs`, those of these
-    layers, are of `_embed`. If T is more than `piece`, the layers compute the prompts in pieces of
-    that many tokens. `kinds` are those of the layers, without them those of all layers of the
-    model."""
-    size = x.shape[1]
-    kinds = kinds or model.architecture.layers_in_order
-    compute: Any = partial(_in_pieces, model, rope=rope, length=length, piece=piece)
-    if size <= piece:
-        prompts = Prompts(model, length, size, reads)
-        compute = partial(block, model, rope=rope, attention_pass=prompts)
-    x, aux = through_layers(
-        model, blocks, x, compute, kinds=kinds, inputs=_layers_first(inputs), keys=shared_keys
+) -> Embedded:
+    """Prepares prompts tokens[R, T] of length[R] for the layers, which write what they leave to
+    rows[R]. `tables` are of `_tables`. If T is more than `piece`, they are computed in pieces."""
+    size = tokens.shape[1]
+    position = jnp.broadcast_to(jnp.arange(size), tokens.shape)
+    x, inputs = _embed(tables, tokens, model)
+    prompts = PromptTokens(
+        rows=rows,
+        length=length,
+        rope=rotary(model.architecture, position),
+        reads=prompt_reads(model, length, size) if size <= piece else (),
     )
-    written = []
-    for cache, of_layer in zip(caches, aux, strict=True):
-        written.append(cache.write_prompts(of_layer.cache, rows, length, model.role))
-    experts = _chosen_experts(model, aux) if records_experts else ()
-    return x, tuple(written), experts, aux[0].keys if is_read else None
+    return Embedded(x, inputs, prompts)
 
 
-def _layers_first(inputs: LayerInputs) -> LayerInputs:
-    """Returns layers' inputs [R, L, ...] as [L, R, ...]."""
-    return jax.tree.map(partial(jnp.swapaxes, axis1=0, axis2=1), inputs)
+def embed_context(
+    tables: tuple[jax.Array, LayerEmbedding | None],
+    *,
+    tokens: jax.Array,
+    at: ContextSlots,
+    prefix_len: jax.Array,
+    model: Model,
+) -> Embedded:
+    """Prepares tokens[M, C] of context for the layers. prefix_len[N]: lengths of the prompts of all
+    rows. `tables` are of `_tables`."""
+    own_prefix_len = entries_at(prefix_len, at.rows)
+    first = own_prefix_len + at.start
+    position = first[:, None] + jnp.arange(tokens.shape[1])
+    x, inputs = _embed(tables, tokens, model)
+    context = ContextTokens(at, own_prefix_len, rotary(model.architecture, position))
+    return Embedded(x, inputs, context)
+
+
+def _embed(
+    tables: tuple[jax.Array, LayerEmbedding | None], tokens: jax.Array, model: Model
+) -> tuple[jax.Array, LayerInputs]:
+    """Returns what enters the first layer for tokens[R, T], [R, T, D], and what each layer gets
+    beside it, [L, R, T, ...]."""
+    embed_tokens, layer_embedding = tables
+    x = embed(model, embed_tokens, tokens, model.architecture.embedding_scale)
+    return x, LayerInputs(layer_embeddings(model, layer_embedding, tokens, x))
+
+
+def _with_inputs_by_layer(embed_step: Callable, tables: Any, **arguments: Any) -> Embedded:
+    """Calls `embed_prompts` or `embed_context`, and returns what it does with the inputs of each
+    layer by themselves: rows are then in front, as in all that passes between programs."""
+    model: Model = arguments["model"]
+    embedded: Embedded = embed_step(tables, **arguments)
+    by_layer = unstacked(embedded.inputs, model.architecture.num_layers)
+    return replace(embedded, inputs=by_layer)
+
+
+def _prompt_layers(model: Model, tokens: PromptTokens, size: int, piece: int) -> Callable:
+    """Returns the function that computes a layer for prompts of `size` tokens with padding (a
+    `ComputeLayer`): at once, or in pieces of `piece` tokens if that is less."""
+    if size > piece:
+        return partial(_in_pieces, model, rope=tokens.rope, length=tokens.length, piece=piece)
+    prompts = Prompts(model, tokens.length, size, tokens.reads)
+    return partial(block, model, rope=tokens.rope, attention_pass=prompts)
+
+
+def _prefill_layer(
+    weights: Block,
+    *,
+    x: jax.Array,
+    cache: Cache,
+    inputs: LayerInputs,
+    shared_keys: SharedKeys | None,
+    tokens: PromptTokens,
+    model: Model,
+    layer: Layer,
+    piece: int,
+    records_experts: bool,
+    is_read: bool,
+) -> ComputedLayer:
+    """Computes one layer of prompts x[R, T, D], and writes what they leave to its cache.
+    `inputs`[R, T, ...] are the layer's own; `shared_keys` what the layer left whose keys it reads;
+    `is_read` is whether other layers read its keys."""
+    compute = _prompt_layers(model, tokens, x.shape[1], piece)
+    x, aux = compute(layer, weights, x, cache=None, inputs=inputs, keys=shared_keys)
+    cache = cache.write_prompts(aux.cache, tokens.rows, tokens.length, model.role)
+    experts = _chosen_experts(model, (aux,)) if records_experts else ()
+    return ComputedLayer(x, cache, experts, aux.keys if is_read else None)
 
 
 def _enter_prompts(
@@ -709,22 +800,17 @@ def _enter_prompts(
     *,
     state: DecodeState,
     x: jax.Array,
-    rows: jax.Array,
     length: jax.Array,
-    limit: jax.Array,
-    keys: jax.Array,
-    sampling: SamplingArrays,
+    new_rows: NewRows,
     model: Model,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
     """Does what is left of a prefill after the layers, whose output is x[R, T, D]: sets the state
-    of rows[R], and samples the first tokens. limit[R, W]: most tokens of each completion, 0 for
-    slots that stay unused. keys[R, W, 2]: addresses of their noise. sampling[R]: temperature and
-    truncation."""
+    of the rows, and samples the first tokens."""
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
     last = layer_norm(model, last, parameters.final_norm)
-    return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, choice)
+    return _enter(parameters, state, new_rows, length, last, model, choice)
 
 
 def piece_size(model: Model, longest: int) -> int:
@@ -763,19 +849,19 @@ def _in_pieces(
     count, size, _ = x.shape
     longest = length.max()
     block_keys = block_size(piece, model.role.platform)
-    # what the prompts leave: there are no completions yet
-    left: Any
+    # what the pieces so far have left
+    so_far: Any
     if layer.mixer == "delta_net":
         sizes = model.architecture.delta_net
         assert sizes is not None, "a pattern with delta nets has their sizes"
-        left = empty_state(sizes, (count,), model.dtype)
+        so_far = empty_state(sizes, (count,), model.dtype)
     elif keys is not None:
-        left = None
+        so_far = None
         keys = SharedKeys(None, None, PieceKeys.of(PromptKeys(keys.k, keys.v)))
     else:
         head_dim = model.architecture.head_dim_of(layer)
         zeros = jnp.zeros((count, model.key_heads_of(layer), size, head_dim), model.dtype)
-        left = PieceKeys(zeros, zeros)
+        so_far = PieceKeys(zeros, zeros)
     experts = None
     if layer.feed_forward != "mlp":
         assert model.architecture.experts is not None
@@ -788,9 +874,9 @@ def _in_pieces(
 
     def one_piece(carry: tuple) -> tuple:
         """Computes the layer for the next piece of all prompts. `carry`: (number of the piece; x,
-        the layer's output for earlier pieces and its input for the others; what they left so far;
-        the experts of earlier pieces)."""
-        number, x, left, experts = carry
+        the layer's output for earlier pieces and its input for the others; what earlier pieces
+        left; the experts of earlier pieces)."""
+        number, x, so_far, experts = carry
         start = number * piece
 
         def own_tokens(whole: jax.Array) -> jax.Array:
@@ -806,7 +892,7 @@ def _in_pieces(
             own,
             rope=own_rope,
             attention_pass=of_piece,
-            cache=left,
+            cache=so_far,
             inputs=own_inputs,
             keys=keys,
         )
@@ -818,11 +904,11 @@ def _in_pieces(
 
     # Compute as many pieces as the longest prompt has: what the other prompts compute beyond their
     # ends is masked, like padding.
-    first = jnp.int32(0), x, left, experts
-    _, x, left, experts = jax.lax.while_loop(has_next, one_piece, first)
-    if not isinstance(left, PieceKeys):
-        return x, LayerAux(left, experts)
-    whole = left.of_prompts()
+    first = jnp.int32(0), x, so_far, experts
+    _, x, so_far, experts = jax.lax.while_loop(has_next, one_piece, first)
+    if not isinstance(so_far, PieceKeys):
+        return x, LayerAux(so_far, experts)
+    whole = so_far.of_prompts()
     return x, LayerAux(whole, experts, keys=SharedKeys(whole.k, whole.v, None))
 
 
@@ -831,45 +917,37 @@ def _join(
     *,
     state: DecodeState,
     sources: jax.Array,
-    rows: jax.Array,
-    limit: jax.Array,
-    keys: jax.Array,
-    sampling: SamplingArrays,
+    new_rows: NewRows,
     model: Model,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Enters further completions of prompts that have a row into rows[M] of the same replica:
-    copies the prompts' keys from rows sources[M], and samples the first tokens. limit[M, W]: most
-    tokens of each completion, 0 for slots that stay unused. keys[M, W, 2]: addresses of their
-    noise. sampling[M]: temperature and truncation. Nothing is written for a row past the end.
-    Returns (state, sampled tokens)."""
+    """Enters further completions of prompts that have a row into other rows of the same replica
+    (vLLM: forks them): copies what the prompts left from rows sources[R], and samples the first
+    tokens. Returns (state, sampled tokens)."""
     length = state.prefix_len[sources]
     last = state.last[sources]
     # Copy the keys once for each row that is filled: if rows were read through pointers, each
     # token's attention would gather rows of keys, which XLA for TPU makes a loop over them.
-    caches = tuple(cache.copy_prompts(sources, rows) for cache in state.caches)
+    caches = tuple(cache.copy_prompts(sources, new_rows.rows) for cache in state.caches)
     state = replace(state, caches=caches)
-    return _enter(parameters, state, rows, length, last, limit, keys, sampling, model, choice)
+    return _enter(parameters, state, new_rows, length, last, model, choice)
 
 
 def _enter(
     parameters: Params,
     state: DecodeState,
-    rows: jax.Array,
+    new_rows: NewRows,
     length: jax.Array,
     last: jax.Array,
-    limit: jax.Array,
-    keys: jax.Array,
-    sampling: SamplingArrays,
     model: Model,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Sets the state of rows[R], which hold prompts of length[R], and samples their completions'
+    """Sets the state of new rows, which hold prompts of length[R], and samples their completions'
     first tokens from last[R, D], the hidden states of the prompts' last tokens after the last norm.
-    Returns (state, sampled tokens). limit[R, W]: most tokens of each completion, 0 for slots that
-    stay unused. keys[R, W, 2]: addresses of their noise. sampling[R]: temperature and truncation.
-    Nothing is written for a row past the end."""
-    spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], limit.shape), sampling)
+    Returns (state, sampled tokens)."""
+    limit = new_rows.limit
+    keys = new_rows.keys
+    spread = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], limit.shape), new_rows.sampling)
     num_rows, siblings = limit.shape
     hidden = jnp.broadcast_to(last[:, None], (num_rows, siblings, last.shape[-1]))
     # position 0: the noise of each completion's first token
@@ -883,7 +961,8 @@ def _enter(
     done = eos | (limit <= 1)
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[rows].set(new, mode="drop")  # unused positions have a row past the end
+        # unused positions have a row past the end
+        return old.at[new_rows.rows].set(new, mode="drop")
 
     state = DecodeState(
         caches=state.caches,
@@ -907,103 +986,73 @@ def _feed(
     *,
     state: DecodeState,
     tokens: jax.Array,
-    rows: jax.Array,
-    slots: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
+    at: ContextSlots,
     model: Model,
-    pages: jax.Array | None = None,
     records_experts: bool = False,
 ) -> tuple[DecodeState, tuple[jax.Array, ...]]:
-    """Computes the keys (and states) of context tokens, the first count[M] of tokens[M, C], and
-    writes them to the caches of the completions at rows[M], slots[M], which have start[M] tokens
-    before them. Writes nothing for a row past the end. Returns (state, with `records_experts` for
-    each layer with experts those of the tokens, unsigned[M, C, k], else ()). pages[M, T]: the pages
-    that hold the completions' keys; None if keys are not stored in pages."""
-    x, inputs, shared, _ = _embed(
-        (parameters.embed_tokens, parameters.layer_embedding),
-        tokens=tokens,
-        model=model,
-        prefix_len=state.prefix_len,
-        rows=rows,
-        start=start,
+    """Computes context tokens[M, C], and writes what they leave to the caches of their completions.
+    Returns (state, with `records_experts` for each layer with experts those of the tokens,
+    unsigned[M, C, k], else ())."""
+    embedded = embed_context(
+        _tables(parameters), tokens=tokens, at=at, prefix_len=state.prefix_len, model=model
     )
-    _, caches, experts, _ = _feed_layers(
-        parameters.blocks,
-        x=x,
-        inputs=inputs,
-        rope=shared["rope"],
-        caches=state.caches,
-        rows=rows,
-        slots=slots,
-        start=start,
-        count=count,
-        prefix_len=shared["prefix_len"],
-        model=model,
-        pages=pages,
-        records_experts=records_experts,
+    read = [cache.read_completions(at) for cache in state.caches]
+    compute = _context_layers(model, embedded.tokens)
+    _, aux = through_layers(
+        model, parameters.blocks, embedded.x, compute, read, inputs=embedded.inputs
     )
-    return replace(state, caches=caches), experts
+    caches = []
+    for cache, of_layer in zip(state.caches, aux, strict=True):
+        caches.append(cache.write_completions(of_layer.cache, at))
+    experts = _chosen_experts(model, aux) if records_experts else ()
+    return replace(state, caches=tuple(caches)), experts
 
 
-def _feed_layers(
-    blocks: Any,
+def _context_layers(model: Model, tokens: ContextTokens) -> Callable:
+    """Returns the function that computes a layer for tokens of context (a `ComputeLayer`)."""
+    context = Context(model, tokens.prefix_len, tokens.at.start, tokens.at.count)
+    rope = computed_once(tokens.rope)  # as in `forward`
+    return partial(block, model, rope=rope, attention_pass=context)
+
+
+def _feed_layer(
+    weights: Block,
     *,
     x: jax.Array,
+    cache: Cache,
     inputs: LayerInputs,
-    rope: Ropes,
-    caches: tuple[Cache, ...],
-    rows: jax.Array,
-    slots: jax.Array,
-    start: jax.Array,
-    count: jax.Array,
-    prefix_len: jax.Array,
+    shared_keys: SharedKeys | None,
+    tokens: ContextTokens,
     model: Model,
-    pages: jax.Array | None = None,
-    kinds: Sequence[Layer] = (),
-    records_experts: bool = False,
-    is_read: bool = False,
-    shared_keys: SharedKeys | None = None,
-) -> tuple[jax.Array, tuple[Cache, ...], tuple[jax.Array, ...], SharedKeys | None]:
-    """Runs context x[M, C, D] through layers. Returns (the layers' output, the caches with the
-    context's keys written for the completions at rows[M], slots[M], which have start[M] tokens
-    before it, with `records_experts` the `_chosen_experts` of these layers, else (), and with
-    `is_read` what the first layer leaves for others, else None). `shared_keys`: what another layer
-    left for these. Nothing is written for a row past the end. The first count[M] tokens are real.
-    `rope`: the context's rotary angles. `inputs`[M, layers, C, ...]: what each layer gets of the
-    context beside x. prefix_len[M]: lengths of the prompts. pages[M, T]: the pages that hold the
-    completions' keys; None if keys are not stored in pages."""
-
-    kinds = kinds or model.architecture.layers_in_order
-    at = ContextSlots(rows, slots, start, count, pages)
-    read = [cache.read_completions(at) for cache in caches]
-    context = Context(model, prefix_len, start, count)
-    rope = jax.lax.optimization_barrier(rope)  # as in `forward`
-    compute = partial(block, model, rope=rope, attention_pass=context)
-    x, aux = through_layers(
-        model, blocks, x, compute, read, kinds, _layers_first(inputs), shared_keys
-    )
-    written = []
-    for cache, of_layer in zip(caches, aux, strict=True):
-        written.append(cache.write_completions(of_layer.cache, at))
-    experts = _chosen_experts(model, aux) if records_experts else ()
-    return x, tuple(written), experts, aux[0].keys if is_read else None
+    layer: Layer,
+    records_experts: bool,
+    is_read: bool,
+) -> ComputedLayer:
+    """Computes one layer of context x[M, C, D], and writes what it leaves to its cache. The
+    arguments are those of `_prefill_layer`."""
+    compute = _context_layers(model, tokens)
+    read = cache.read_completions(tokens.at)
+    x, aux = compute(layer, weights, x, cache=read, inputs=inputs, keys=shared_keys)
+    cache = cache.write_completions(aux.cache, tokens.at)
+    experts = _chosen_experts(model, (aux,)) if records_experts else ()
+    return ComputedLayer(x, cache, experts, aux.keys if is_read else None)
 
 
 def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
     """Returns the arguments of `_feed` as NumPy arrays with all positions unused. `positions`: M,
     completions that one feed can have. `pages`: most pages of a completion; 0 if keys are not
-    stored in pages. Keys: `rows`, `slots`, `start`, `count`, `tokens`, and `pages` unless that is
-    0."""
-    arrays: dict[str, Any] = {}
+    stored in pages. Keys: `tokens` and `at`."""
+    table = None
     if pages:
-        arrays["pages"] = np.full((positions, pages), kv_caches.NO_PAGE, np.int32)
-    arrays["rows"] = np.full(positions, OUT_OF_RANGE_ROW, np.int32)
-    arrays["slots"] = np.zeros(positions, np.int32)
-    arrays["start"] = np.zeros(positions, np.int32)
-    arrays["count"] = np.full(positions, FEED, np.int32)
-    arrays["tokens"] = np.zeros((positions, FEED), np.int32)
-    return arrays
+        table = np.full((positions, pages), kv_caches.NO_PAGE, np.int32)
+    at = ContextSlots(
+        rows=np.full(positions, OUT_OF_RANGE_ROW, np.int32),
+        slots=np.zeros(positions, np.int32),
+        start=np.zeros(positions, np.int32),
+        count=np.full(positions, FEED, np.int32),
+        pages=table,
+    )
+    return {"tokens": np.zeros((positions, FEED), np.int32), "at": at}
 
 
 def no_context(rows: int, siblings: int) -> dict[str, Any]:

@@ -129,8 +129,8 @@ class Cache(ABC):
         come first, also of a pool of pages, and key or value heads are split."""
 
     @abstractmethod
-    def write_prompts(self, left: Any, rows: jax.Array, length: jax.Array, role: Role) -> Self:
-        """Writes what prompts of length[R] left in the layer, `PromptKeys` or a `State`, to
+    def write_prompts(self, new: Any, rows: jax.Array, length: jax.Array, role: Role) -> Self:
+        """Writes what prompts of length[R] leave in the layer, `PromptKeys` or a `State`, to
         rows[R], where completions begin."""
 
     @abstractmethod
@@ -181,7 +181,7 @@ class NoCache(Cache):
     def axes(self) -> Self:
         return self
 
-    def write_prompts(self, left: Any, rows: jax.Array, length: jax.Array, role: Role) -> Self:
+    def write_prompts(self, new: Any, rows: jax.Array, length: jax.Array, role: Role) -> Self:
         return self
 
     def copy_prompts(self, sources: jax.Array, rows: jax.Array) -> Self:
@@ -222,16 +222,16 @@ class StateCache(Cache):
             own_tail=_axes(self.own_tail),
         )
 
-    def write_prompts(self, left: State, rows: jax.Array, length: jax.Array, role: Role) -> Self:
-        return self._begin(left, rows)
+    def write_prompts(self, new: State, rows: jax.Array, length: jax.Array, role: Role) -> Self:
+        return self._begin(new, rows)
 
     def copy_prompts(self, sources: jax.Array, rows: jax.Array) -> Self:
-        left = State(self.prefix_state[sources], self.prefix_tail[sources])
-        return self._begin(left, rows)
+        of_sources = State(self.prefix_state[sources], self.prefix_tail[sources])
+        return self._begin(of_sources, rows)
 
-    def _begin(self, left: State, rows: jax.Array) -> Self:
-        """Writes what prompts left to rows[R], for the prompt and for each of its completions,
-        which begin with it."""
+    def _begin(self, new: State, rows: jax.Array) -> Self:
+        """Writes the states after prompts to rows[R], for the prompt and for each of its
+        completions, which begin with it."""
 
         def write_to_slots(old: jax.Array, new: jax.Array) -> jax.Array:
             of_slots = jnp.broadcast_to(new[:, None], (len(new), *old.shape[1:]))
@@ -239,10 +239,10 @@ class StateCache(Cache):
 
         return replace(
             self,
-            prefix_state=_put((rows,), self.prefix_state, left.state),
-            prefix_tail=_put((rows,), self.prefix_tail, left.tail),
-            own_state=write_to_slots(self.own_state, left.state),
-            own_tail=write_to_slots(self.own_tail, left.tail),
+            prefix_state=_put((rows,), self.prefix_state, new.state),
+            prefix_tail=_put((rows,), self.prefix_tail, new.tail),
+            own_state=write_to_slots(self.own_state, new.state),
+            own_tail=write_to_slots(self.own_tail, new.tail),
         )
 
     def read_completions(self, at: ContextSlots) -> State:
@@ -399,13 +399,13 @@ class KeyCache(SlotKeys):
         return places(self.own_k.shape[-2], self.parts, part)
 
     def write_prompts(
-        self, left: PromptKeys, rows: jax.Array, length: jax.Array, role: Role
+        self, new: PromptKeys, rows: jax.Array, length: jax.Array, role: Role
     ) -> Self:
         if self.parts > 1:
             heads = PartitionSpec(None, None, "tensor")
             select = partial(_select_part, self.parts)
-            left = on_tensor_devices(role, select, (heads,), heads, left, parts=self.parts)
-        return self._write_first_keys(left.k, left.v, rows)
+            new = on_tensor_devices(role, select, (heads,), heads, new, parts=self.parts)
+        return self._write_first_keys(new.k, new.v, rows)
 
     def append(self, k: jax.Array, v: jax.Array, start: jax.Array) -> KeyCache:
         """As `SlotKeys.append`. Padding of the context that would be past the end is dropped."""
@@ -444,9 +444,9 @@ class RingCache(SlotKeys):
         return ring_places(position, self.own_k.shape[-2])
 
     def write_prompts(
-        self, left: PromptKeys, rows: jax.Array, length: jax.Array, role: Role
+        self, new: PromptKeys, rows: jax.Array, length: jax.Array, role: Role
     ) -> Self:
-        k, v = left
+        k, v = new
         size = self.prefix_k.shape[-2]
         if k.shape[1] > size:
             # The last keys of each prompt, at their indices in the ring.
@@ -533,9 +533,9 @@ class PagedCache(Cache):
         return jax.tree.map(partial(_axes, heads_from_end=3), self)
 
     def write_prompts(
-        self, left: PromptKeys, rows: jax.Array, length: jax.Array, role: Role
+        self, new: PromptKeys, rows: jax.Array, length: jax.Array, role: Role
     ) -> Self:
-        both = jnp.concatenate(left, -1)
+        both = jnp.concatenate(new, -1)
         return replace(self, prefix_kv=_put_first_keys(self.prefix_kv, both, rows))
 
     def copy_prompts(self, sources: jax.Array, rows: jax.Array) -> Self:

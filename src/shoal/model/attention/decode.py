@@ -107,20 +107,20 @@ def online_softmax(
     """
     prefix_block, own_block = blocks
     q = by_key_head(q, own.k.shape[-3], scoring.scale)[:, :, 0]  # [R, S, K, g, A]
-    rows, slots, key_heads, share, head_dim = q.shape
+    rows, slots, key_heads, group_size, head_dim = q.shape
     # The slots of a row are the queries of one product with the prompt's keys and values.
     of_row = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
     # LOWEST, not NO_KEY: each slot has a key, its own token.
     running = softmax.start(of_row.shape[:-1], of_row.shape, LOWEST)
     prefix_mask = prefix.mask
     if prefix_mask.shape[1] > 1:  # slots read different keys: each row of the mask is for g queries
-        prefix_mask = jnp.repeat(prefix_mask, share, axis=1)
+        prefix_mask = jnp.repeat(prefix_mask, group_size, axis=1)
     prefix = prefix._replace(mask=prefix_mask[:, None])  # [R, 1, 1 or S * g, T]
     running = _add_keys(running, of_row, prefix, num_prefix, prefix_block, scoring.cap)
 
     def by_slot(x: jax.Array) -> jax.Array:
         """Separates the slots again: [R, K, S * g, ...] -> [R, S, K, g, ...]."""
-        by_query = x.reshape((rows, key_heads, slots, share, *x.shape[3:]))
+        by_query = x.reshape((rows, key_heads, slots, group_size, *x.shape[3:]))
         return by_query.swapaxes(1, 2)
 
     running = RunningSoftmax(by_slot(running.top), by_slot(running.total), by_slot(running.out))
@@ -399,9 +399,10 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
     packed = packed.reshape(rows, slots, 1, parts, -1, width)
     top = packed[..., 0]  # [N, W, 1, parts, queries]
     largest = top.max(3, keepdims=True)
-    share = jnp.exp(top - largest)  # 0 of a part that holds no key: its maximum is LOWEST
-    total = (packed[..., 1:2] * share[..., None]).sum(3)
-    out = (packed[..., 2:] * share[..., None]).sum(3)
+    # 0 of a part that holds no key: its maximum is LOWEST
+    weight = jnp.exp(top - largest)[..., None]
+    total = (packed[..., 1:2] * weight).sum(3)
+    out = (packed[..., 2:] * weight).sum(3)
     return RunningSoftmax(largest[:, :, :, 0], total[..., 0], out)
 
 

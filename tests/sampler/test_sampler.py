@@ -331,13 +331,13 @@ def test_a_prompt_is_computed_once_for_all_its_siblings(in_rows, monkeypatch):
     engine, first = in_rows
     real, computed, joined = engine.programs, [], []
 
-    def prefill(*args, rows, length, **arrays):
-        computed.extend(length[rows < engine.num_rows].tolist())
-        return real["prefill"](*args, rows=rows, length=length, **arrays)
+    def prefill(*args, new_rows, length, **arrays):
+        computed.extend(length[new_rows.rows < engine.num_rows].tolist())
+        return real["prefill"](*args, new_rows=new_rows, length=length, **arrays)
 
-    def join(*args, limit, **arrays):
-        joined.append(int((limit > 0).sum()))
-        return real["join"](*args, limit=limit, **arrays)
+    def join(*args, new_rows, **arrays):
+        joined.append(int((new_rows.limit > 0).sum()))
+        return real["join"](*args, new_rows=new_rows, **arrays)
 
     monkeypatch.setattr(engine, "programs", {**real, "prefill": prefill, "join": join})
     same(play(engine, [request(row) for row in range(len(LENGTHS))]), first)

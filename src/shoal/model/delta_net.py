@@ -195,8 +195,8 @@ def delta_rows(
     rows, _, key_heads, dk = k.shape
     value_heads, dv = v.shape[2:]
     share = value_heads // key_heads
-    states = history.goes_on.shape[2]
-    start = jnp.zeros((rows, key_heads, share, states * dk, dv), jnp.float32)
+    all_states = len(history.states) * dk
+    start = jnp.zeros((rows, key_heads, share, all_states, dv), jnp.float32)
     out, _ = _through_chunks(tokens, history, start, platform)
     return _whole_rows(out, size).astype(v.dtype)
 
@@ -269,34 +269,42 @@ class _Tokens(NamedTuple):
     beta: jax.Array  # float32[n, R, h, g, c]
 
 
-class _History(NamedTuple):
-    """What the tokens of n chunks follow: tokens of the chunk, and one of K carried states."""
+class _Carried(NamedTuple):
+    """One of the states that are carried from chunk to chunk."""
 
-    ancestors: jax.Array  # bool[n, R, c, c]: which tokens of the chunk are its ancestors, or itself
-    # bool[n, R, K, c]: the carried state that a token's sequence goes on from; none: it begins in
-    # the chunk, with a state of zeros
-    goes_on: jax.Array
-    # float32[n, R, K, c]: 1 at the token whose state is carried on; 0 everywhere: the state stays
-    end: jax.Array
-    # float32[n, R, K, K, c]: 1 at the token whose state is carried on, if its sequence goes on from
-    # the carried state that the second K counts
-    linked: jax.Array
-    stays: jax.Array  # float32[n, R, K, K]: 1 on the diagonal if the state stays
+    # bool[n, R, c]: the tokens whose sequence goes on from it. A token that reads no carried state
+    # begins in its chunk, with a state of zeros.
+    read_by: jax.Array
+    # float32[n, R, c]: 1 at the token whose state it becomes; 0 everywhere: it stays
+    becomes: jax.Array
 
     @classmethod
-    def of(cls, ancestors: jax.Array, goes_on: jax.Array, ends: list[jax.Array]) -> _History:
-        """Returns the history in which a carried state becomes that after the last token for which
-        its mask in `ends`, bool[n, R, c] each, is True."""
-        end = jnp.stack([_at_last(mask) for mask in ends], axis=2)
-        linked = jnp.where(goes_on[:, :, None], end[:, :, :, None], 0.0)
-        has_end = end.sum(-1)
-        stays = (1.0 - has_end[..., None]) * jnp.eye(len(ends))
-        return cls(ancestors, goes_on, end, linked, stays)
+    def of(cls, read_by: jax.Array, may_become: jax.Array) -> _Carried:
+        """Returns the carried state that becomes the one after the last token of each chunk for
+        which may_become[n, R, c] is True."""
+        return cls(read_by, _at_last(may_become))
+
+
+class _History(NamedTuple):
+    """What the tokens of n chunks follow: tokens of their chunk, and a carried state. One state is
+    carried of a sequence. Of a packed row two are: that of the sequence under way, and that after
+    the latest prompt. For example a prompt p and its completions a and b, in chunks of four:
+
+        tokens                        p p p a | a b b b
+        read the state under way              | a
+        read the state after p                |   b b b
+        the state under way becomes         a |       b     that after this token
+        the state after p becomes         p   |             and stays
+
+    The first a reads no carried state: its ancestors are in its chunk.
+    """
+
+    ancestors: jax.Array  # bool[n, R, c, c]: which tokens of the chunk are its ancestors, or itself
+    states: tuple[_Carried, ...]
 
 
 def _history_of_rows(segment: jax.Array, prompt: jax.Array) -> _History:
-    """Returns the history of tokens of packed rows, segment and prompt [n, R, c]. The carried
-    states are that of the sequence under way, and that after the latest token of a prompt."""
+    """Returns the history of tokens of packed rows, segment and prompt [n, R, c]."""
     index = jnp.broadcast_to(jnp.arange(segment.shape[-1]), segment.shape)
     tokens = Tokens(segment, prompt, index)
     ancestors = reads(tokens.to_meet(3), tokens.to_meet(2))
@@ -310,16 +318,17 @@ def _history_of_rows(segment: jax.Array, prompt: jax.Array) -> _History:
     is_real = segment > 0
     is_under_way = is_real & (segment == before(segment))
     is_of_prompt = is_real & ~is_under_way & (prompt == before(prompt))
-    goes_on = jnp.stack([is_under_way, is_of_prompt], axis=2)
-    return _History.of(ancestors, goes_on, [is_real, is_real & (segment == prompt)])
+    under_way = _Carried.of(is_under_way, may_become=is_real)
+    after_prompt = _Carried.of(is_of_prompt, may_become=is_real & (segment == prompt))
+    return _History(ancestors, (under_way, after_prompt))
 
 
 def _history_of_sequences(is_real: jax.Array) -> _History:
     """Returns the history of tokens [n, R, c] of one sequence a row, of which the first ones are
-    real. One state is carried."""
+    real."""
     index = np.arange(is_real.shape[-1])
     ancestors = is_real[..., None] & (index[:, None] >= index)
-    return _History.of(ancestors, is_real[:, :, None], [is_real])
+    return _History(ancestors, (_Carried.of(is_real, may_become=is_real),))
 
 
 def _at_last(mask: jax.Array) -> jax.Array:
@@ -394,8 +403,8 @@ def _through_chunks(
     tokens: _Tokens, history: _History, state: jax.Array, platform: str
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the rule chunk after chunk, from state[R, h, g, K dk, dv] on: the K carried states
-    of a head stand below each other. Returns (out[n, R, h, g, c, dv] in the type of q and k, the
-    last state)."""
+    of a head stand below each other, in the order of `_History.states`. Returns (out[n, R, h, g, c,
+    dv] in the type of q and k, the last state)."""
     one_chunk = partial(_one_chunk, INVERTED_AT_ONCE[platform])
     # The backward pass finds the state before each chunk stored, and computes the chunk again.
     one_chunk = jax.checkpoint(one_chunk, prevent_cse=False)
@@ -427,10 +436,10 @@ def _one_chunk(
     inverse = _unit_lower_inverse(jax.lax.stop_gradient(system), at_once, precision)
 
     # Carried states: each token reads the one that its sequence goes on from.
-    reading = jnp.concatenate([history.goes_on, history.goes_on], axis=-1).astype(dtype)
     readers = []
-    for number in range(reading.shape[1]):
-        readers.append(both * reading[:, number, None, :, None])
+    for carried in history.states:
+        reads_it = jnp.concatenate([carried.read_by, carried.read_by], axis=-1).astype(dtype)
+        readers.append(both * reads_it[:, None, :, None])
     read = einsum32("rhid,rhgde->rhgie", jnp.concatenate(readers, -1), state.astype(dtype))
     by_query, by_key = jnp.split(read, 2, axis=3)
     by_query = since_start[..., None] * by_query
@@ -438,12 +447,13 @@ def _one_chunk(
     replaced = _solved(system, inverse, (beta[..., None] * (v - by_key)).astype(dtype))
     out = by_query + einsum32("rhgij,rhgje->rhgie", scores.astype(dtype), replaced)
 
-    # Carried on is the state after the token at which one ends; a state that ends at none stays.
-    until_end = _product(history.end[:, None, None], decay)  # [R, h, g, K, c], of each token
+    # What each token adds to a carried state: it decays until the token whose state that becomes.
+    becomes = jnp.stack([carried.becomes for carried in history.states], axis=1)  # [R, K, c]
+    until_then = _product(becomes[:, None, None], decay)  # [R, h, g, K, c]
     keys: Any = _for_value_heads(both[:, :, size:], share)
     writers = []
-    for number in range(until_end.shape[3]):
-        writers.append((until_end[..., number, :, None] * keys).astype(dtype))
+    for number in range(len(history.states)):
+        writers.append((until_then[..., number, :, None] * keys).astype(dtype))
     new = einsum32("rhgjd,rhgje->rhgde", jnp.concatenate(writers, -1), replaced)
     return _kept_states(state, since_start, history) + new, out.astype(dtype)
 
@@ -463,18 +473,26 @@ def _decays(log_decay: jax.Array, ancestors: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _kept_states(state: jax.Array, since_start: jax.Array, history: _History) -> jax.Array:
-    """Returns what is left of the carried states in those after a chunk, [R, h, g, K dk, dv]: each
-    is the decayed state that the sequence of its end goes on from, or itself if it has no end."""
-    rows, states = history.stays.shape[:2]
-    linked = history.linked.reshape(rows, 1, 1, states * states, -1)
-    decayed = _product(linked, since_start[..., None])[..., 0]  # [R, h, g, K K]
-    share = decayed + history.stays.reshape(rows, 1, 1, -1)
-    before = jnp.split(state, states, axis=3)
+    """Returns what is left of the carried states in those after a chunk, [R, h, g, K dk, dv]. A
+    state that becomes that of a token has what this token read: a carried state, decayed. A state
+    that stays has itself."""
+    num_states = len(history.states)
+    # 1 at the token whose state one becomes, if that token reads the other: for each one and other
+    links = []
+    for one in history.states:
+        for other in history.states:
+            links.append(jnp.where(other.read_by, one.becomes, 0.0))
+    linked = jnp.stack(links, axis=1)[:, None, None]  # [R, 1, 1, K K, c]
+    factors = jnp.split(_product(linked, since_start[..., None])[..., 0], num_states, axis=3)
+    before = jnp.split(state, num_states, axis=3)
     after = []
-    for number in range(states):
-        total = share[..., states * number, None, None] * before[0]
-        for source in range(1, states):
-            total = total + share[..., states * number + source, None, None] * before[source]
+    for number, one in enumerate(history.states):
+        stays = 1.0 - one.becomes.sum(-1)
+        is_itself = np.arange(num_states) == number
+        factor = factors[number] + (stays[:, None] * is_itself)[:, None, None]  # [R, h, g, K]
+        total = factor[..., 0, None, None] * before[0]
+        for other in range(1, num_states):
+            total = total + factor[..., other, None, None] * before[other]
         after.append(total)
     return jnp.concatenate(after, axis=3)
 

@@ -203,7 +203,7 @@ CHOICES = {
     "an expert without tokens": even(TOKENS, 2) % 4,
     "the last experts alone": 3 + even(TOKENS, 2) % 2,
     "every expert": even(TOKENS, EXPERTS),
-    # Blocks of 16 rows, mixed ones of 16 and 8: expert 1 has 66 pairs, the others 22 or none.
+    # Blocks of 16 rows, mixed ones of 16 and 8: expert 1 has 66 of them, the others 22 or none.
     "more than a block for one expert": np.array([[1, 0], [1, 2], [1, 4]] * 22),
 }
 
@@ -449,7 +449,7 @@ def test_load_counts_the_tokens_of_each_expert_that_are_no_padding():
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("count, k", [(1, 1), (1, 4), (40, 2), (300, 3)])
-def test_every_pair_is_in_one_row_of_a_block_of_its_expert(count: int, k: int, mixed: bool):
+def test_every_assignment_is_in_one_row_of_a_block_of_its_expert(count: int, k: int, mixed: bool):
     generator = np.random.default_rng(count)
     num_experts = 6
     candidates = [
@@ -461,32 +461,32 @@ def test_every_pair_is_in_one_row_of_a_block_of_its_expert(count: int, k: int, m
     cut = jax.jit(partial(_in_blocks, num_experts=num_experts, mixed=mixed))
     for experts in candidates:
         rows, all_blocks = cut(experts)
-        pairs = np.asarray(rows.pairs)
-        expert_of_row = np.full(pairs.size, -1)
+        assignments = np.asarray(rows.assignments)
+        expert_of_row = np.full(assignments.size, -1)
         sizes = block_sizes(count * k, num_experts, mixed)
         assert [blocks.size for blocks in all_blocks] == list(sizes)
         for blocks in all_blocks:
             for number in range(int(blocks.count)):
                 start = int(blocks.starts[number])
-                assert 0 <= start <= pairs.size - blocks.size
+                assert 0 <= start <= assignments.size - blocks.size
                 of_block = slice(start, start + blocks.size)
                 assert (expert_of_row[of_block] == -1).all()  # no row is in two blocks
                 expert_of_row[of_block] = blocks.experts[number]
         is_here = (experts >= 0) & (experts < num_experts)
-        places = np.asarray(rows.places)
-        assert (places[~is_here] == pairs.size).all()
-        here = places[is_here]
-        assert pairs[here].tolist() == np.flatnonzero(is_here).tolist()
-        assert (pairs != count * k).sum() == len(here)  # the other rows are empty
+        indices = np.asarray(rows.indices)
+        assert (indices[~is_here] == assignments.size).all()
+        here = indices[is_here]
+        assert assignments[here].tolist() == np.flatnonzero(is_here).tolist()
+        assert (assignments != count * k).sum() == len(here)  # the other rows are empty
         assert expert_of_row[here].tolist() == experts[is_here].tolist()
         # An expert has fewer empty rows than its smallest block.
         used = np.unique(experts[is_here]).size
         assert (expert_of_row >= 0).sum() - len(here) <= used * (sizes[-1] - 1)
 
 
-def test_blocks_have_about_as_many_rows_as_an_expert_has_pairs():
-    def sizes(*pairs_of_expert: int, mixed: bool) -> list[tuple[int, ...]]:
-        return [block_sizes(16 * pairs, 16, mixed) for pairs in pairs_of_expert]
+def test_blocks_have_about_as_many_rows_as_an_expert_has_assignments():
+    def sizes(*rows_of_expert: int, mixed: bool) -> list[tuple[int, ...]]:
+        return [block_sizes(16 * rows, 16, mixed) for rows in rows_of_expert]
 
     assert sizes(0, 16, 32, 64, 512, 9999, mixed=False) == [
         (8,),

@@ -3,14 +3,14 @@ with its tokens (Shazeer et al. 2017, arXiv:1701.06538).
 
     out[t] = sum over t's k experts e of weight[t, e] * down_e(activation(gate_e x[t], up_e x[t]))
 
-No token is dropped: an expert takes all tokens that choose it. A pair is a token and one of its
-experts; pair t * k + j is token t with its j-th expert. Pairs are sorted by expert, so that each
-expert multiplies rows that lie together. The products have four forms:
+No token is dropped: an expert takes all tokens that choose it. An assignment is a token and one of
+its experts; assignment t * k + j is token t with its j-th expert. Assignments are sorted by expert,
+so that each expert multiplies rows that lie together. The products have four forms:
 
 * `ragged`, for TPUs: all experts at once by `jax.lax.ragged_dot`.
-* `triton`, for NVIDIA GPUs, where XLA's `ragged_dot` multiplies all pairs by all experts: all
+* `triton`, for NVIDIA GPUs, where XLA's `ragged_dot` multiplies all rows by all experts: all
   experts at once by kernels of our own (`grouped_gpu.py`).
-* `blocks`, for CPUs, where XLA's `ragged_dot` multiplies all pairs by all experts: each expert's
+* `blocks`, for CPUs, where XLA's `ragged_dot` multiplies all rows by all experts: each expert's
   rows are cut into blocks of equally many rows, and a loop multiplies one block after the other by
   the matrices of its expert alone. Whatever the other tokens are, a token's result has the same
   bits, as sampling needs it: its row is in a product of the same shape, where it depends on neither
@@ -19,13 +19,13 @@ expert multiplies rows that lie together. The products have four forms:
 * `mixed_blocks`, for training on CPUs: most rows are in blocks of a larger size, which is faster.
   Which size a token's row is in depends on the other tokens, and so may its last bits.
 
-Experts may be split over devices by their number (`Role.expert_axis`). A device computes the pairs
-of its own experts, and a token's results are summed where the token is:
+Experts may be split over devices by their number (`Role.expert_axis`). A device computes the
+assignments to its own experts, and a token's results are summed where the token is:
 
 * In training each of n devices has tokens of its own. All of them are gathered, and the results go
   back by an all-to-all: n - 1 rows of D numbers for each token in both directions. A ragged
-  all-to-all of pairs, which XLA for CPU does not have, would exchange k (n - 1) / n: more if n is
-  less than k.
+  all-to-all of assignments, which XLA for CPU does not have, would exchange k (n - 1) / n: more if
+  n is less than k.
 * The devices of a sampler's replica have the same tokens: results are summed over these devices.
 """
 
@@ -162,7 +162,8 @@ def experts_of_rows(
         if inner is not None:
             # Each device adds a part of the last product, and one of them its bias.
             kernels = (*kernels[:2], _bias_of_first(kernels[2], inner))
-        # With rows for all pairs of several devices, of which a share is computed, nothing is kept.
+        # With rows for the assignments of several devices, of which a share is computed, nothing is
+        # kept.
         out: Any = experts_product(
             x, experts, weights, kernels, activation, form_of(role), keeps=not has_own_tokens
         )
@@ -246,27 +247,27 @@ def _num_experts(kernels: Kernels) -> int:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """An order of pairs in M rows: which pair is in each row, and in which row each pair is."""
+    """An order of assignments in M rows: which is in each row, and in which row each is."""
 
-    pairs: jax.Array  # int32[M] or [blocks, rows of one]; T * k where a row is empty
-    places: jax.Array  # int32[T, k]; M for a pair whose expert is not here
+    assignments: jax.Array  # int32[M]; T * k where a row is empty
+    indices: jax.Array  # int32[T, k]: its row; M for an assignment whose expert is not here
 
     @property
     def tokens(self) -> jax.Array:
         """The token of each row; T where a row is empty."""
-        _, k = self.places.shape
-        return self.pairs // k
+        _, k = self.indices.shape
+        return self.assignments // k
 
     @property
-    def of_pairs(self) -> Rows:
-        """The same order, where each pair counts as a token of its own."""
-        return replace(self, places=self.places.reshape(-1, 1))
+    def of_assignments(self) -> Rows:
+        """The same order, where each assignment counts as a token of its own."""
+        return replace(self, indices=self.indices.reshape(-1, 1))
 
 
 def _sorted_by_expert(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (the pairs of experts[T, k] in the order of their experts, those of an expert in the
-    order of their tokens, int32[T * k]; how many pairs each expert has, int32[E]). Pairs whose
-    expert is not here are last."""
+    """Returns (the assignments of experts[T, k] in the order of their experts, those of an expert
+    in the order of their tokens, int32[T * k]; how many each expert has, int32[E]). Assignments
+    whose expert is not here are last."""
     flat = experts.reshape(-1)
     is_here = (flat >= 0) & (flat < num_experts)
     order = jnp.argsort(jnp.where(is_here, flat, num_experts), stable=True)
@@ -274,28 +275,27 @@ def _sorted_by_expert(experts: jax.Array, num_experts: int) -> tuple[jax.Array, 
     return order.astype(jnp.int32), sizes
 
 
-def _places_of(pairs: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns the row of each pair, int32[T, k] for `shape` (T, k), from the pair of each row,
-    `pairs`[M]; M for a pair that is in no row."""
-    num_pairs = shape[0] * shape[1]
-    absent = jnp.full(num_pairs, pairs.size, jnp.int32)
-    numbers = jnp.arange(pairs.size, dtype=jnp.int32)
-    return absent.at[pairs.reshape(-1)].set(numbers, mode="drop").reshape(shape)
+def _rows_of(assignments: jax.Array, shape: tuple[int, ...]) -> Rows:
+    """Returns rows with these `assignments`[M], of `shape` (T, k) in all."""
+    num_rows = assignments.size
+    absent = jnp.full(shape[0] * shape[1], num_rows, jnp.int32)
+    numbers = jnp.arange(num_rows, dtype=jnp.int32)
+    return Rows(assignments, absent.at[assignments].set(numbers, mode="drop").reshape(shape))
 
 
 def _at(values: jax.Array, numbers: jax.Array) -> jax.Array:
     """Returns values[numbers], with zeros for numbers past the end, which stand for empty rows and
-    for pairs without a row."""
+    for assignments without a row."""
     return values.at[numbers].get(mode="fill", fill_value=0)
 
 
 def _summed_by_token(results: jax.Array, rows: Rows) -> jax.Array:
     """Returns the sum of each token's rows, of results[M, ...] -> [T, ...]; in float32, rounded to
     their type."""
-    _, k = rows.places.shape
+    _, k = rows.indices.shape
     total = jnp.zeros((), jnp.float32)
     for choice in range(k):
-        total = total + _at(results, rows.places[:, choice]).astype(jnp.float32)
+        total = total + _at(results, rows.indices[:, choice]).astype(jnp.float32)
     return total.astype(results.dtype)
 
 
@@ -306,7 +306,7 @@ def _summed_by_token(results: jax.Array, rows: Rows) -> jax.Array:
 def _to_rows(x: jax.Array, rows: Rows) -> jax.Array:
     """Returns the token of each row, of x[T, ...] -> [M, ...]; any token for an empty row. Its
     gradient reads the rows of each token, because accelerators are slow at adding rows to given
-    places."""
+    rows."""
     # Without zeros in empty rows, which would take a pass over all rows.
     return x.at[rows.tokens].get(mode="clip")
 
@@ -349,19 +349,18 @@ def _by_group(
     order: jax.Array,
     groups: Groups,
 ) -> jax.Array:
-    """Computes `experts_product` for all experts at once, by products with groups: the pairs in
-    `order`, as `_sorted_by_expert` returns it. What it keeps for the backward pass has the name
+    """Computes `experts_product` for all experts at once, by products with groups: the assignments
+    in `order`, as `_sorted_by_expert` returns it. What it keeps for the backward pass has the name
     `kept_name`."""
     gate, up, down = kernels
     is_here = jnp.arange(order.size) < groups.sizes.sum()
-    pairs = jnp.where(is_here, order, order.size)
-    rows = Rows(pairs, _places_of(pairs, experts.shape))
+    rows = _rows_of(jnp.where(is_here, order, order.size), experts.shape)
     kept = partial(checkpoint_name, name=kept_name)
     # The tokens' rows twice: compilers compute them once, and the gradients of both products are
     # summed by token, not once more before that as rows.
     of_gate = kept(linear(gate, _to_rows(x, rows), groups=groups))
     of_up = kept(linear(up, _to_rows(x, rows), groups=groups))
-    factors = _to_rows(weights.reshape(-1), rows.of_pairs)
+    factors = _to_rows(weights.reshape(-1), rows.of_assignments)
     results = weighted_linear(down, activation(of_gate, of_up), factors, groups)
     return _to_tokens(results, rows)
 
@@ -374,21 +373,21 @@ MAX_BLOCK = 128
 MAX_MIXED_BLOCK = 512
 
 
-def block_sizes(num_pairs: int, num_experts: int, mixed: bool) -> tuple[int, ...]:
+def block_sizes(num_assignments: int, num_experts: int, mixed: bool) -> tuple[int, ...]:
     """Returns the numbers of rows that blocks have, powers of two from 8 on, in falling order.
 
     A block costs a copy of its expert's matrices and their rearrangement for the product, whatever
     its rows are; and the last rows of an expert's last block are empty. Blocks of one size have at
-    least half of the pairs that an expert has on average, at most 128. If they are `mixed`, the
-    large ones have about as many rows as an expert has pairs, at most 512, the small ones an
-    eighth.
+    least half of the assignments that an expert has on average, at most 128. If they are `mixed`,
+    the large ones have about as many rows as an expert has assignments, at most 512, the small ones
+    an eighth.
 
     Forward and backward against a dense feed-forward part of equally many active parameters, on two
-    cores in float32 with D = 256, F = 512, 16 experts and 512 pairs for each: 1.32 times as long
-    with blocks of 128, 1.10 with 512 and 64, 1.11 with 512, 256, 128 and 64. With 128 pairs: 1.97
+    cores in float32 with D = 256, F = 512, 16 experts and 512 rows for each: 1.32 times as long
+    with blocks of 128, 1.10 with 512 and 64, 1.11 with 512, 256, 128 and 64. With 128 rows: 1.97
     with 64, 1.69 with 128 and 16, 1.73 with 128 and 32.
     """
-    average = num_pairs / num_experts
+    average = num_assignments / num_experts
     size = MIN_BLOCK
     if not mixed:
         while size < MAX_BLOCK and size < average / 2:
@@ -414,51 +413,55 @@ class Blocks:
 def _in_blocks(
     experts: jax.Array, num_experts: int, mixed: bool
 ) -> tuple[Rows, tuple[Blocks, ...]]:
-    """Sorts the pairs of experts[T, k] into rows and cuts these into blocks of the `block_sizes`.
+    """Sorts the assignments of experts[T, k] into rows and cuts these into blocks of the
+    `block_sizes`.
 
-    The rows of an expert are its pairs, and empty rows up to a multiple of the smallest size. They
-    are cut into as many blocks of the larger size as they fill, and the rest into those of the
+    The rows of an expert are its assignments, and empty rows up to a multiple of the smallest size.
+    They are cut into as many blocks of the larger size as they fill, and the rest into those of the
     smaller. There are as many rows and blocks as any choice of experts can need; how many blocks
     are used depends on the choice.
     """
-    num_pairs = experts.size
-    sizes = block_sizes(num_pairs, num_experts, mixed)
-    unit = sizes[-1]
-    order, pairs_of = _sorted_by_expert(experts, num_experts)
-    units_of = -(-pairs_of // unit)
-    # Each unit has a pair, and each expert at most one unit that is not full.
-    num_units = min(num_pairs, num_pairs // unit + num_experts)
-    expert, number = _owners(units_of, num_units)
-    of_expert = number[:, None] * unit + jnp.arange(unit)  # [units, rows of one]
-    first_pair = jnp.cumsum(pairs_of) - pairs_of
-    pairs = jnp.where(
-        of_expert < pairs_of[expert][:, None],
-        order.at[first_pair[expert][:, None] + of_expert].get(mode="clip"),
-        num_pairs,
+    num_assignments = experts.size
+    sizes = block_sizes(num_assignments, num_experts, mixed)
+    smallest = sizes[-1]
+    order, num_of_expert = _sorted_by_expert(experts, num_experts)
+    # In blocks of the smallest size, each has an assignment, and each expert at most one block that
+    # is not full.
+    blocks_of_expert = -(-num_of_expert // smallest)
+    num_blocks = min(num_assignments, num_assignments // smallest + num_experts)
+    expert, number = _numbered_by_expert(blocks_of_expert, num_blocks)
+    # Index of each row among the assignments of its expert, [blocks, rows of one].
+    index = number[:, None] * smallest + jnp.arange(smallest)
+    first = jnp.cumsum(num_of_expert) - num_of_expert  # of the expert's assignments in `order`
+    assignments = jnp.where(
+        index < num_of_expert[expert][:, None],
+        order.at[first[expert][:, None] + index].get(mode="clip"),
+        num_assignments,
     )
-    pairs = pairs.reshape(-1)
-    start = (jnp.cumsum(units_of) - units_of) * unit
-    left = units_of * unit
+    # Of each expert: its first row that is in no block yet, and how many such rows it has.
+    start = (jnp.cumsum(blocks_of_expert) - blocks_of_expert) * smallest
+    remaining = blocks_of_expert * smallest
     blocks = []
     for size in sizes:
-        blocks_of = left // size
-        most = num_units * unit // size
-        expert, number = _owners(blocks_of, most)
-        blocks.append(Blocks(expert, start[expert] + number * size, blocks_of.sum(), size))
-        start = start + blocks_of * size
-        left = left - blocks_of * size
-    return Rows(pairs, _places_of(pairs, experts.shape)), tuple(blocks)
+        blocks_of_size = remaining // size
+        most = num_blocks * smallest // size
+        expert, number = _numbered_by_expert(blocks_of_size, most)
+        starts = start[expert] + number * size
+        blocks.append(Blocks(expert, starts, blocks_of_size.sum(), size))
+        start = start + blocks_of_size * size
+        remaining = remaining - blocks_of_size * size
+    return _rows_of(assignments.reshape(-1), experts.shape), tuple(blocks)
 
 
-def _owners(counts: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
-    """Lays out counts[0] things of owner 0, then counts[1] of owner 1, and so on, and returns
-    (the owner of each of the first `length` things, its number among the owner's). Things past the
-    last one get the last owner, and numbers past its count."""
+def _numbered_by_expert(counts: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the experts of blocks, of which counts[0] are of expert 0, the next counts[1] of
+    expert 1, and so on: (the expert of each of the first `length` blocks, the block's number among
+    its expert's). Blocks past the last one get the last expert, and numbers past its count."""
     ends = jnp.cumsum(counts)
     numbers = jnp.arange(length, dtype=jnp.int32)
-    owner = jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32)
-    owner = jnp.minimum(owner, len(counts) - 1)
-    return owner, numbers - (ends - counts)[owner]
+    expert = jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32)
+    expert = jnp.minimum(expert, len(counts) - 1)
+    return expert, numbers - (ends - counts)[expert]
 
 
 def _entry(tree: Any, number: jax.Array) -> Any:
@@ -478,6 +481,18 @@ def _with_rows(tree: Any, rows: Any, start: jax.Array) -> Any:
     return jax.tree.map(
         lambda array, part: jax.lax.dynamic_update_slice_in_dim(array, part, start, 0), tree, rows
     )
+
+
+def _add_at(sums: Any, number: jax.Array, part: Any) -> Any:
+    """Returns a tree of arrays with a tree `part` added to entry `number` of their first
+    dimension."""
+
+    def add(total: jax.Array, addend: jax.Array) -> jax.Array:
+        old = jax.lax.dynamic_index_in_dim(total, number, keepdims=False)
+        new = old + addend.astype(total.dtype)
+        return jax.lax.dynamic_update_index_in_dim(total, new, number, 0)
+
+    return jax.tree.map(add, sums, part)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -512,10 +527,10 @@ def _forward_by_blocks(
     def compute(number: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
         """Computes a block: its results, and the products of gate and up if `keep`."""
         gate, up, down = _entry(kernels, blocks.experts[number])
-        pairs = _rows_at(rows.pairs, blocks.starts[number], blocks.size)
-        tokens = _at(x, pairs // experts.shape[1])
+        assignments = _rows_at(rows.assignments, blocks.starts[number], blocks.size)
+        tokens = _at(x, assignments // experts.shape[1])
         products = linear(gate, tokens), linear(up, tokens)
-        factors = _at(weights.reshape(-1), pairs)
+        factors = _at(weights.reshape(-1), assignments)
         results = weighted_linear(down, activation(*products), factors)
         return (results, *products) if keep else (results,)
 
@@ -524,7 +539,7 @@ def _forward_by_blocks(
 
     arrays = []
     for of_block in jax.eval_shape(partial(compute, blocks=all_blocks[0]), jnp.int32(0)):
-        arrays.append(jnp.zeros((rows.pairs.size, *of_block.shape[1:]), of_block.dtype))
+        arrays.append(jnp.zeros((rows.assignments.size, *of_block.shape[1:]), of_block.dtype))
     arrays = tuple(arrays)
     for blocks in all_blocks:
         arrays = jax.lax.fori_loop(0, blocks.count, partial(step, blocks=blocks), arrays)
@@ -561,10 +576,10 @@ def _by_blocks_backward(
         gate, up, down = _entry(kernels, blocks.experts[number])
         trained_gate, trained_up, trained_down = _entry(trained, blocks.experts[number])
         start = blocks.starts[number]
-        pairs = _rows_at(rows.pairs, start, blocks.size)
-        of_tokens = pairs // weights.shape[1]
-        tokens = _at(x, of_tokens)
-        factors = _at(weights.reshape(-1), pairs)
+        assignments = _rows_at(rows.assignments, start, blocks.size)
+        token_indices = assignments // weights.shape[1]
+        tokens = _at(x, token_indices)
+        factors = _at(weights.reshape(-1), assignments)
 
         def results_of(trained_down: Any, products: tuple, factors: jax.Array) -> jax.Array:
             return weighted_linear(joined(trained_down, down), activation(*products), factors)
@@ -575,39 +590,30 @@ def _by_blocks_backward(
 
         of_block = _rows_at(products, start, blocks.size)
         _, backward = jax.vjp(results_of, trained_down, of_block, factors)
-        d_down, d_products, d_factors = backward(_at(gradient, of_tokens))
+        d_down, d_products, d_factors = backward(_at(gradient, token_indices))
         _, backward = jax.vjp(products_of, trained_gate, trained_up, tokens)
         d_gate, d_up, d_tokens = backward(d_products)
         return (d_tokens, d_factors), (d_gate, d_up, d_down)
 
     def step(number: jax.Array, carry: tuple, blocks: Blocks) -> tuple:
-        of_rows, sums = carry
-        of_block, of_expert = compute(number, blocks)
-        expert = blocks.experts[number]
-        sums = jax.tree.map(
-            lambda total, part: jax.lax.dynamic_update_index_in_dim(
-                total,
-                jax.lax.dynamic_index_in_dim(total, expert, keepdims=False)
-                + part.astype(total.dtype),
-                expert,
-                0,
-            ),
-            sums,
-            of_expert,
-        )
-        return _with_rows(of_rows, of_block, blocks.starts[number]), sums
+        """Adds a block's gradients: those of its rows to `d_rows`, those of its expert's kernels to
+        `sums`."""
+        d_rows, sums = carry
+        d_block, d_kernels = compute(number, blocks)
+        sums = _add_at(sums, blocks.experts[number], d_kernels)
+        return _with_rows(d_rows, d_block, blocks.starts[number]), sums
 
-    num_rows = rows.pairs.size
-    of_rows = jnp.zeros((num_rows, x.shape[-1]), x.dtype), jnp.zeros(num_rows, weights.dtype)
+    num_rows = rows.assignments.size
+    d_rows = jnp.zeros((num_rows, x.shape[-1]), x.dtype), jnp.zeros(num_rows, weights.dtype)
     sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), trained)
-    carry = of_rows, sums
+    carry = d_rows, sums
     for blocks in all_blocks:
         carry = jax.lax.fori_loop(0, blocks.count, partial(step, blocks=blocks), carry)
     (d_tokens, d_factors), sums = carry
-    of_x = _summed_by_token(d_tokens, rows)
-    of_weights = _at(d_factors, rows.places)
-    of_kernels = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, trained)
-    return of_x, None, of_weights, of_kernels
+    d_x = _summed_by_token(d_tokens, rows)
+    d_weights = _at(d_factors, rows.indices)
+    d_all_kernels = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, trained)
+    return d_x, None, d_weights, d_all_kernels
 
 
 _by_blocks.defvjp(_by_blocks_forward, _by_blocks_backward)

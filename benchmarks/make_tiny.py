@@ -366,6 +366,7 @@ def small_architecture(recipe: Recipe, vocabulary: int) -> Architecture:
         rope_theta=10000.0,
         tie_embeddings=True,
         qk_norm=True,
+        model_type="qwen3",
     )
     if not recipe.is_hybrid:
         return dense
@@ -389,6 +390,7 @@ def small_architecture(recipe: Recipe, vocabulary: int) -> Architecture:
         norm="one_plus_weight",
         output_gate=True,
         rotary_share=0.25,
+        model_type="qwen3_5_moe_text",
     )
 
 

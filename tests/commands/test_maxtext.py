@@ -27,7 +27,8 @@ from shoal.config.sections.model import ModelSection
 from shoal.findings import Findings
 from shoal.mesh import make_roles
 from shoal.model import published
-from shoal.model.families import architecture_of, config_of
+from shoal.model.config_writer import config_of
+from shoal.model.families import architecture_of
 from shoal.model.parameters import ParamSpec, param_specs, shardings
 from shoal.model.published import MODELS, NamedModel, model_named
 from shoal.records import ShoalError

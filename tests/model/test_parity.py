@@ -59,7 +59,7 @@ def without(part: str, a: Architecture, p: Parameters) -> tuple[Architecture, Pa
         return replace(a, rope_scaling=scaling), p
     if part == "sinks":
         stacks = tuple(replace(block, sinks=None) for block in stacked_blocks(p.blocks))
-        return replace(a, sinks=False), replace(p, blocks=Stacks(stacks))
+        return replace(a, sinks=False), replace(p, blocks=replace(p.blocks, blocks=stacks))
     if part == "attention biases" and isinstance(p.blocks, Stacks):
         plain = []
         for block in p.blocks.blocks:
@@ -68,7 +68,7 @@ def without(part: str, a: Architecture, p: Parameters) -> tuple[Architecture, Pa
                 weight = getattr(block, name)
                 products[name] = replace(weight, bias=weight.bias * 0)
             plain.append(replace(block, **products))
-        return a, replace(p, blocks=Stacks(tuple(plain)))
+        return a, replace(p, blocks=replace(p.blocks, blocks=tuple(plain)))
     if part == "attention biases":
         blocks = {
             name: replace(w, bias=w.bias * 0)

@@ -179,15 +179,16 @@ def test_a_checkpoint_holds_the_scale_and_is_of_float16_alone(tmp_path: Path):
         checkpoints = Checkpoints(tmp_path / name / "checkpoints", keep_last=1)
         checkpoints.save(2, saved, {})
         checkpoints.close()
-    found = restore(tmp_path / "half", 2, one.shapes()).state
+    found = restore(tmp_path / "half", 2, QWEN3, one.shapes()).state
     assert same_bits(by_path(found), by_path(state))
     assert scale_of(found) == (FIRST_SCALE / 2, 1)
     assert same_bits(
-        by_path(restore(tmp_path / "plain", 2, learner(QWEN3).shapes()).state), by_path(plain)
+        by_path(restore(tmp_path / "plain", 2, QWEN3, learner(QWEN3).shapes()).state),
+        by_path(plain),
     )
     for name, reader in (("half", other), ("plain", one)):
         with pytest.raises(ShoalError, match=r"model\.dtype, float16 or not"):
-            restore(tmp_path / name, 2, reader.shapes())
+            restore(tmp_path / name, 2, QWEN3, reader.shapes())
 
 
 def test_a_tpu_is_refused():

@@ -12,7 +12,8 @@ import pytest
 from small import LLAMA3
 
 from shoal.model.architecture import RopeScaling, Rotary
-from shoal.model.families import Entries, rotary_of
+from shoal.model.config_json import Entries
+from shoal.model.config_rope import rotary_of
 from shoal.model.rotary import frequencies, rotary
 
 YARN = RopeScaling("yarn", 4.0, original_max_position=1000, attention_factor=1.5, truncate=False)

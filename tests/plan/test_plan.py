@@ -59,7 +59,7 @@ from shoal.job.memory import job_budget
 from shoal.mesh import make_mesh
 from shoal.mesh.accelerators import ACCELERATORS, calibrated, read_calibration
 from shoal.model.architecture import Architecture, Experts, Layer
-from shoal.model.families import config_of
+from shoal.model.config_writer import config_of
 from shoal.model.flops import forward_flops
 from shoal.model.published import model_named
 from shoal.model.transformer import Model
@@ -916,6 +916,7 @@ def test_the_floor_of_decoding_leaves_out_experts_that_no_token_has(tmp_path, pl
         num_layers=2,
         layers=(Layer(feed_forward="experts"),),
         experts=Experts(num_experts=8, experts_per_token=2, intermediate_size=24),
+        model_type="qwen3_moe",
     )
     model = replace(write_model(tmp_path, a), dtype="bfloat16")
     unread = []

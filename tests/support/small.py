@@ -37,7 +37,7 @@ LLAMA3 = Architecture(
     rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 64),
 )
 LLAMA2 = replace(LLAMA3, rope_scaling=None, num_kv_heads=4)
-QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True)
+QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True, model_type="qwen3")
 DELTA_NET = Layer(mixer="delta_net")
 HYBRID = replace(
     QWEN3,
@@ -45,6 +45,7 @@ HYBRID = replace(
     delta_net=DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8),
     output_gate=True,
     norm="one_plus_weight",
+    model_type="qwen3_5_text",
 )
 """Three gated delta nets to one layer with attention, as Qwen3.5 has them."""
 WINDOWED = replace(QWEN3, num_layers=5, layers=(Layer(window=16), Layer(window=16), Layer()))

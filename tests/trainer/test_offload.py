@@ -167,7 +167,7 @@ def test_a_checkpoint_goes_on_with_moments_in_either_memory(tmp_path: Path):
         checkpoints = Checkpoints(tmp_path / name / "checkpoints", keep_last=1)
         checkpoints.save(2, trained(first), {})
         checkpoints.close()
-        found = restore(tmp_path / name, 2, second.shapes()).state
+        found = restore(tmp_path / name, 2, second.model.architecture, second.shapes()).state
         assert {leaf.sharding.memory_kind for leaf in moments_of(found)} == {
             PINNED_HOST if second is there else "device"
         }

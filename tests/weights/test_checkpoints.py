@@ -183,7 +183,7 @@ def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monke
     checkpoints.close()
     assert sorted(read) == sorted(2 * sizes)  # for the checksum, and to be written
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
-    found = restore(tmp_path, 5, one.shapes(), shapes).published[4]
+    found = restore(tmp_path, 5, QWEN3, one.shapes(), shapes).published[4]
     assert len(held) == 2 * len(sizes) and max(held[: len(sizes)]) <= before + max(sizes)
     for leaf in jax.tree.leaves(found):
         assert isinstance(leaf, LazyArray)
@@ -197,7 +197,7 @@ def test_weights_outside_of_devices_are_saved_and_restored_there(tmp_path, monke
         bytes(byte ^ (place == 3000) for place, byte in enumerate(largest.read_bytes()))
     )
     with pytest.raises(DamagedCheckpoint, match="checkpoints/5 is damaged"):
-        restore(tmp_path, 5, one.shapes(), shapes)
+        restore(tmp_path, 5, QWEN3, one.shapes(), shapes)
 
 
 @pytest.mark.slow
@@ -348,7 +348,7 @@ def test_when_a_read_fails_all_others_have_ended(tmp_path, monkeypatch):
 
     monkeypatch.setattr(serialization, "async_deserialize", slow)
     with orbax_silenced(), pytest.raises(DamagedCheckpoint, match="this one is damaged"):
-        restore(tmp_path, 1, learner(QWEN3, where=roles(1, 4, 2)).shapes())
+        restore(tmp_path, 1, QWEN3, learner(QWEN3, where=roles(1, 4, 2)).shapes())
     assert len(begun) > 10 and sorted(ended) == begun
     with orbax_silenced(), pytest.raises(ShoalError, match="cannot be read"):
         begun.clear()

@@ -26,6 +26,7 @@ from shoal.model.parameters import (
 from shoal.records import ShoalError
 from shoal.weights import huggingface, peft
 from shoal.weights import layout as weight_layout
+from shoal.weights.fused import file_specs
 from shoal.weights.tensor_files import digests, read_header
 
 E, F = 4, 24
@@ -38,7 +39,7 @@ MOE = replace(
     experts=EXPERTS,
 )
 INTERLEAVED = replace(
-    MOE, experts=replace(EXPERTS, files="interleaved", bias=True, router_bias=True)
+    MOE, experts=replace(EXPERTS, bias=True, router_bias=True), model_type="gpt_oss"
 )
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 
@@ -74,11 +75,10 @@ def write(folder: Path, tensors: dict[str, np.ndarray]) -> Path:
 
 
 def tensors_of(a: Architecture, parameters) -> dict[str, np.ndarray]:
-    """By names and in the layout of `param_specs`."""
+    """By names of parameters, in the layout of the family's files."""
     named = {}
-    for spec, array in zip(
-        jax.tree.leaves(param_specs(a)), jax.tree.leaves(parameters), strict=True
-    ):
+    specs = jax.tree.leaves(file_specs(a, param_specs(a)))
+    for spec, array in zip(specs, jax.tree.leaves(parameters), strict=True):
         values = spec.transpose(np.asarray(array))
         named |= {name: values[index] for index, name in spec.names_by_index.items()}
     return named
@@ -118,7 +118,7 @@ def test_a_source_with_a_tensor_for_each_expert_is_written_like_that(tmp_path):
     # Without a source the family decides.
     huggingface.save(tmp_path / "split", loaded, MOE, config=config)
     assert load_file(tmp_path / "split" / "model.safetensors").keys() == tensors.keys()
-    a = replace(MOE, experts=replace(EXPERTS, files="fused"))
+    a = replace(MOE, model_type="mixtral")
     huggingface.save(tmp_path / "fused", loaded, a, config=config)
     names = load_file(tmp_path / "fused" / "model.safetensors").keys()
     assert names == fused(tensors, False).keys()

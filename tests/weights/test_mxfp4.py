@@ -18,10 +18,11 @@ from tiny_models import save_tensors
 from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.model.families import architecture_of
 from shoal.model.linear import Adapted, quantise
-from shoal.model.parameters import Stacks, initialise, param_specs
+from shoal.model.parameters import initialise, param_specs
 from shoal.records import ShoalError
 from shoal.weights import huggingface, mxfp4
 from shoal.weights import layout as weight_layout
+from shoal.weights.fused import file_specs
 from shoal.weights.source import resolve_model
 from shoal.weights.tensor_files import StoredTensor, read_header
 
@@ -198,7 +199,7 @@ def test_each_byte_of_an_expert_is_read_once(folder, monkeypatch, axes):
     monkeypatch.setattr(StoredTensor, "read", counting)
     a = architecture_of(folder)
     tensors = huggingface.open_tensors(folder, a)
-    experts = param_specs(a).blocks.blocks[0].experts
+    experts = file_specs(a, param_specs(a)).blocks.blocks[0].experts
     # least and most often that a byte of the product's tensor has been read after each
     times = ((experts.down, 1, 1), (experts.up, 0, 1), (experts.gate, 1, 2))
     for product, least, most in times:
@@ -228,7 +229,7 @@ def test_what_was_not_trained_stays_in_4_bits(folder, tmp_path, dtype):
     loaded = huggingface.load(folder, a, roles().trainer)
     first, second = loaded.blocks.blocks
     trained = replace(first, sinks=first.sinks + 1)
-    parameters = replace(loaded, blocks=Stacks((trained, second)))
+    parameters = replace(loaded, blocks=replace(loaded.blocks, blocks=(trained, second)))
     huggingface.save(tmp_path / "out", parameters, a, folder, dtype)
     before, after = bits(folder), bits(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -246,7 +247,7 @@ def test_trained_experts_are_written_wide(folder, tmp_path):
     down = second.experts.down
     changed = replace(down, kernel=down.kernel.at[0, 3, 31, 63].add(0.5))
     trained = replace(second, experts=replace(second.experts, down=changed))
-    parameters = replace(loaded, blocks=Stacks((first, trained)))
+    parameters = replace(loaded, blocks=replace(loaded.blocks, blocks=(first, trained)))
     huggingface.save(tmp_path / "out", parameters, a, folder, "bfloat16")
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert not [name for name in written if name.endswith(("_blocks", "_scales"))]

@@ -380,20 +380,18 @@ def _passing_bytes(a: Architecture, role: Role, itemsize: int) -> float:
     for layer in a.kinds:
         of_layer = 0.0
         if layer.feed_forward != "mlp":
-            assert a.experts is not None, "a pattern with experts has their sizes"
             # Tokens by expert and what the experts return, and their gradients; gate, up and what
             # is between them and down, and their gradients.
-            width = 4 * a.hidden_size + 6 * a.experts.intermediate_size / role.tensor
-            of_token = a.experts.experts_per_token * width * itemsize
+            width = 4 * a.hidden_size + 6 * a.expert_sizes.intermediate_size / role.tensor
+            of_token = a.expert_sizes.experts_per_token * width * itemsize
             if role.expert > 1:
                 # Tokens of all devices and their results, with gradients. There are rows for all
-                # of their pairs, which might all be of experts here.
+                # of their assignments, which might all be of experts here.
                 of_token = role.expert * (of_token + 4 * a.hidden_size * itemsize)
             of_layer += of_token
         if layer.mixer == "delta_net":
-            assert a.delta_net is not None, "a pattern with delta nets has their sizes"
             num_arrays = DELTA_NET_ARRAYS[role.platform]
-            of_layer += num_arrays * a.delta_net.value_width / role.tensor * 4
+            of_layer += num_arrays * a.delta_net_sizes.value_width / role.tensor * 4
         most = max(most, of_layer)
     return most
 

@@ -33,6 +33,7 @@ from shoal.files import (
 from shoal.mesh import make_roles
 from shoal.model import families
 from shoal.model.architecture import Architecture
+from shoal.model.config_writer import make_config
 from shoal.model.parameters import ParamSpec, param_specs
 from shoal.model.published import check_name, model_named
 from shoal.records import ShoalError
@@ -249,7 +250,7 @@ def _to_hugging_face(
     architecture = checkpoint.architecture
     dtype = np.dtype(jnp.dtype(config.dtype))
     has_config = tokenizer is not None and families.describes(tokenizer, architecture)
-    new_config = None if has_config else families.make_config(architecture, tokenizer)
+    new_config = None if has_config else make_config(architecture, tokenizer)
     specs = jax.tree.leaves(param_specs(architecture))
     with explain_write_errors(target, _target_key(config)):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,8 @@ from shoal.config.stored import require_given
 from shoal.files import check_new_folder, explain_write_errors, find_input
 from shoal.mesh import make_roles
 from shoal.model import adapters
-from shoal.model.families import is_multimodal, read_config
+from shoal.model.config_json import read_config
+from shoal.model.families import is_multimodal
 from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.text import gib

@@ -183,8 +183,10 @@ def _local_imports(file: Path) -> list[Path]:
 def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
     """Compares the fingerprint of a checkpoint, `saved`, with that of this process, `now`. Raises
     ShoalError if the data, the frozen weights, the reference or the teacher differ; warns if the
-    machine or the files of reward functions, tools or environments do. Models and functions that
-    only one of the two has are not compared."""
+    machine or the files of reward functions, tools or environments do, or if weights cannot be
+    compared. Models and functions that only one of the two has are not compared."""
+    from shoal.weights.checksum import same_weights
+
     if saved["data"] != now["data"]:
         raise ShoalError(
             f"the training data is not what this run was started with (it had {saved['data']}, now "
@@ -204,8 +206,15 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
     }
     for name, (what, cure) in cures.items():
         # A run that was resumed with algorithm.kl_coef=0 has no reference any more.
-        is_in_both = name in now and name in saved
-        if is_in_both and now[name] != saved[name]:
+        if name not in now or name not in saved:
+            continue
+        is_same = same_weights(saved[name], now[name])
+        if is_same is None:
+            console.warning(
+                f"whether {what} are those that this run was started with is not checked: its "
+                "checkpoint is of an earlier version of Shoal"
+            )
+        if is_same is False:
             raise ShoalError(
                 f"{what} are not those that this run was started with (checksum {saved[name]}, now "
                 f"{now[name]}): {cure}"

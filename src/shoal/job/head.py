@@ -26,7 +26,7 @@ from shoal.findings import Findings
 from shoal.job.job import Job
 from shoal.model.architecture import EXPERT_PRODUCTS
 from shoal.model.attention.selector import attention_kind
-from shoal.model.families import read_config
+from shoal.model.config_json import read_config
 from shoal.model.transformer import Model
 from shoal.tasks.task import Task
 from shoal.text import shorten

@@ -371,7 +371,7 @@ class Replayer:
                 continue
             try:
                 learner = self._job_of(self.run.config_at(saved)).learner
-                return restore(self.run.path, saved, learner.shapes())
+                return restore(self.run.path, saved, learner.model.architecture, learner.shapes())
             except ShoalError as error:
                 self.console.warning(f"{error}; the one before it is used")
         return None

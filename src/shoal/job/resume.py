@@ -273,7 +273,9 @@ def restore_latest(
     """
     from shoal.weights.checkpoints import restore_newest
 
-    restored = restore_newest(folder.path, learner.shapes(), shapes, console.warning, world)
+    restored = restore_newest(
+        folder.path, learner.model.architecture, learner.shapes(), shapes, console.warning, world
+    )
     if restored is None:
         console.note(
             "the run has no checkpoint: it starts from its beginning, and its files are written "

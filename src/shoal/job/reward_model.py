@@ -26,6 +26,7 @@ from shoal.config.sections.sampling import SamplingSection
 from shoal.mesh import Program, Role, make_roles
 from shoal.model import families
 from shoal.model.architecture import Architecture
+from shoal.model.config_json import read_config
 from shoal.model.head import logits
 from shoal.model.parameters import classifier_specs
 from shoal.model.transformer import Model
@@ -60,7 +61,7 @@ class Classifier:
         """Reads the sizes and the tokenizer, but no weights, of the classifier in `folder`.
         ShoalError if it is no sequence classifier of a supported family, or has several labels, or
         if the tokenizer has more tokens than the model. `path`: its name in errors."""
-        a, config = families.architecture_of(folder), families.read_config(folder)
+        a, config = families.architecture_of(folder), read_config(folder)
         known = []
         for family in families.FAMILIES.values():
             # LlamaForCausalLM -> LlamaForSequenceClassification

@@ -99,10 +99,6 @@ class Experts:
     shared_size: int = 0
     router_bias: bool = False
     bias: bool = False  # on the products of each expert
-    # How files hold the experts' products: a tensor for each; the same from all experts in one
-    # (`fused`); or that with columns of gate and up in turn (`interleaved`). Files of the first two
-    # are read alike.
-    files: Literal["by_expert", "fused", "interleaved"] = "by_expert"
 
     @property
     def route_type(self) -> str:
@@ -117,6 +113,10 @@ class Stack:
 
     layer: Layer
     numbers: range  # the layers' numbers in the model
+
+
+StackLayers = tuple[tuple[int, ...], ...]
+"""The numbers of the layers of each stack."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,11 @@ class Architecture:
     # the type of the weights of frozen products; "": like all others
     quantised: Literal["", "int8", "float8_e4m3fn"] = ""
     # Tokens of the longest sequence that its positions are made for; 0: not known. Architectures
-    # that differ only in this are equal.
+    # that differ only in this and the next are equal.
     max_positions: int = field(default=0, compare=False)
+    # The family whose config.json describes it, and whose files its weights have: a key of
+    # FAMILIES.
+    model_type: str = field(default="llama", compare=False)
 
     def key_parts(self, tensor: int) -> int:
         """Returns how many devices of `tensor` share a key/value head, of the kind of layer with
@@ -257,6 +260,20 @@ class Architecture:
         return tuple(numbers)
 
     @property
+    def expert_sizes(self) -> Experts:
+        """`experts` of a model that has some; ValueError if it has none."""
+        if self.experts is None:
+            raise ValueError("this model has no experts")
+        return self.experts
+
+    @property
+    def delta_net_sizes(self) -> DeltaNet:
+        """`delta_net` of a model that has some; ValueError if it has none."""
+        if self.delta_net is None:
+            raise ValueError("this model has no delta nets")
+        return self.delta_net
+
+    @property
     def route_shape(self) -> tuple[int, int] | None:
         """(layers with experts, k), the shape of what is recorded of the experts of one token; None
         without experts."""
@@ -285,29 +302,23 @@ class Architecture:
     @cached_property
     def runs(self) -> tuple[tuple[Stack, ...], ...]:
         """The layers in runs, each of which is scanned: a pattern of kinds that repeats. A run has
-        a stack for each place in its pattern, all with equally many layers.
-
-        Found from the first layer on: the pattern whose repetitions have most layers; of several,
-        the shortest. Layers that repeat nothing are a run of their own, and so is each layer whose
-        keys others read: a scan would keep the keys of all layers of its stack.
+        a stack for each place in its pattern, all with equally many layers. Each layer whose keys
+        others read is a run of its own: a scan would keep the keys of all layers of its stack.
         """
-        kinds = self.marked_layers
         runs = []
-        start = 0
-        while start < self.num_layers:
-            length, repeats = _longest_run(kinds[start:])
-            stop = start + length * repeats
-            stacks = []
-            for place in range(start, start + length):
-                stacks.append(Stack(self.layer(place), range(place, stop, length)))
-            runs.append(tuple(stacks))
-            start = stop
+        for run in repeating_runs(self.marked_layers):
+            runs.append(tuple(Stack(self.layer(numbers.start), numbers) for numbers in run))
         return tuple(runs)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
         """The stacks of all runs, one after the other."""
         return tuple(stack for run in self.runs for stack in run)
+
+    @property
+    def stack_layers(self) -> StackLayers:
+        """The numbers of the layers of each of `stacks`."""
+        return tuple(tuple(stack.numbers) for stack in self.stacks)
 
     @property
     def longest_run(self) -> tuple[Stack, ...]:
@@ -345,6 +356,27 @@ class Architecture:
     def base(self) -> Architecture:
         """The architecture without its adapter."""
         return replace(self, adapter=None)
+
+
+def repeating_runs(kinds: Sequence[Any]) -> list[tuple[range, ...]]:
+    """Groups layers, given by their kinds, into runs in which a pattern of kinds repeats. Returns
+    for each run the numbers of the layers at each place of its pattern.
+
+    Found from the first layer on: the pattern whose repetitions have most layers; of several, the
+    shortest. Layers that repeat nothing are a run of their own.
+
+    >>> local, whole = Layer(window=4), Layer()
+    >>> repeating_runs([local, whole, local, whole, whole])
+    [(range(0, 4, 2), range(1, 4, 2)), (range(4, 5),)]
+    """
+    runs = []
+    start = 0
+    while start < len(kinds):
+        length, repeats = _longest_run(kinds[start:])
+        stop = start + length * repeats
+        runs.append(tuple(range(place, stop, length) for place in range(start, start + length)))
+        start = stop
+    return runs
 
 
 def _longest_run(kinds: Sequence[Any]) -> tuple[int, int]:

@@ -317,8 +317,7 @@ def _of_experts(
     `LayerAux.rerouted`). The router's product is summed and kept in float32, as are the weights
     that it gives the experts. `given`[R, T, k] are those of `LayerInputs.experts`."""
     a = model.architecture
-    sizes = a.experts
-    assert sizes is not None, "a pattern with experts has their sizes"
+    sizes = a.expert_sizes
     logits = linear(w.router, to_router, jnp.float32)
     by_logits = partial(
         route, logits, sizes.experts_per_token, sizes.normalise, expert_scale=w.expert_scale

@@ -1,16 +1,17 @@
-"""Reads and writes config.json, which describes the architecture of a model folder."""
+"""Families of models: what the config.json of each `model_type` says of the architecture, and how
+it says that when it is written.
+
+    config.json -> its entries (`config_json`) -> entries that all families have (`_common`)
+                -> what the family adds (`Family.read`) -> `Architecture`
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
-from shoal.files import read_json
 from shoal.model.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
 from shoal.model.architecture import (
     Architecture,
@@ -20,214 +21,15 @@ from shoal.model.architecture import (
     RopeScaling,
     Rotary,
 )
+from shoal.model.config_json import (
+    MOST_HEADS,
+    MOST_LAYERS,
+    Entries,
+    read_config,
+)
+from shoal.model.config_quantisation import FileQuantisation, quantisation_in
+from shoal.model.config_rope import rope_entries, rotary_of
 from shoal.records import ShoalError
-
-MOST_LAYERS, MOST_HEADS, MOST_OF_A_SIZE = 10_000, 100_000, 2**31 - 1
-"""Largest values that a config.json may have: a list of 10^9 layers would be made before the first
-of their weights is missed."""
-NULLS = ("sliding_window", "num_key_value_heads")
-"""Entries of which null says something: no layer has a window; as many key heads as query heads.
-Any other entry that is null is as if it were absent. transformers refuses most of these."""
-MOST_OF_A_NUMBER = 1e18
-"""Larger numbers are infinity, or such that no position can be multiplied by them."""
-
-
-class Entries:
-    """The entries that describe a model in a folder's config.json, checked when they are read."""
-
-    def __init__(self, folder: Path, config: Mapping[str, Any], inside: str = "") -> None:
-        """`inside`: the entry of the file that has these entries, like `text_config`; "": they
-        stand in the file itself."""
-        self.folder = folder
-        self.config = config
-        self.inside = inside
-
-    def title(self, key: str) -> str:
-        """Returns what messages call an entry: the file, and the entry's name in it."""
-        inside = f"{self.inside}." if self.inside else ""
-        return f"{self.folder}/config.json: {inside}{key}"
-
-    def with_changes(self, changes: Mapping[str, Any]) -> Entries:
-        """Returns these entries with some changed or added. A change that is None, null in a file,
-        leaves a value that is there."""
-        changed = dict(self.config)
-        for key, value in changes.items():
-            if value is not None or key not in changed:
-                changed[key] = value
-        return Entries(self.folder, changed, self.inside)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Returns an entry as it is; `default` if it is absent or null."""
-        value = self.config.get(key)
-        return default if value is None else value
-
-    def is_set(self, key: str) -> bool:
-        """True if an entry is present and not empty, 0 or false."""
-        return bool(self.config.get(key))
-
-    def check_type(self, key: str, expected: type, words: str) -> None:
-        """Raises ShoalError if an entry is present and not empty, 0 or false, but not of this type;
-        `words` name the type in the message."""
-        value = self.config.get(key)
-        if value and not isinstance(value, expected):
-            raise ShoalError(f"{self.title(key)} is {value!r:.60}; expected {words}.")
-
-    def check_value(self, key: str, supported: Sequence[Any]) -> None:
-        """Raises ShoalError if an entry is none of these values. Absent, null and false are
-        accepted too, because they ask for nothing; 0 and "" are values like others."""
-        value = self.config.get(key)
-        is_asked_for = value is not None and value is not False
-        if is_asked_for and value not in supported:
-            raise ShoalError(
-                f"{self.title(key)} is {value!r:.60}, which is not supported; "
-                f"expected {' or '.join(map(str, supported)) or 'none'}."
-            )
-
-    def number(self, key: str, least: float = 0.0, whole: bool = False) -> Any:
-        """Returns an entry that is a number of at least `least`, with `whole` a whole one;
-        ShoalError if it is anything else, or missing. Numbers from MOST_OF_A_NUMBER on and bools
-        are refused too."""
-        value: Any = self.config.get(key)
-        accepted = int if whole else (int, float)
-        is_number = isinstance(value, accepted) and not isinstance(value, bool)
-        if not is_number or not least <= value < MOST_OF_A_NUMBER:
-            text = "missing" if value is None else repr(value)
-            raise ShoalError(
-                f"{self.title(key)} is {text}; expected a {'whole ' * whole}number of {least:g} or "
-                "more."
-            )
-        return value
-
-    def size(self, key: str, most: int = MOST_OF_A_SIZE) -> int:
-        """Returns an entry that is a whole number from 1 to `most`; ShoalError if it is anything
-        else, or missing."""
-        value = self.number(key, least=1, whole=True)
-        if value > most:
-            raise ShoalError(f"{self.title(key)} is {value}; expected {most:,} at most.")
-        return value
-
-
-# Rotary positions
-
-
-def _linear(rope: Entries, rotary: Rotary) -> Rotary:
-    return replace(rotary, scaling=RopeScaling("linear", float(rope.number("factor"))))
-
-
-def _original_positions(rope: Entries) -> int:
-    """Returns the positions that a model had before its rotary frequencies were scaled."""
-    name = "original_max_position_embeddings"
-    return int(rope.number(name if rope.is_set(name) else "max_position_embeddings", least=1))
-
-
-def _llama3(rope: Entries, rotary: Rotary) -> Rotary:
-    scaling = RopeScaling(
-        "llama3",
-        float(rope.number("factor")),
-        float(rope.number("low_freq_factor")),
-        float(rope.number("high_freq_factor")),
-        _original_positions(rope),
-    )
-    return replace(rotary, scaling=scaling)
-
-
-def _yarn(rope: Entries, rotary: Rotary) -> Rotary:
-    original = _original_positions(rope)
-    if rope.get("factor") is None:
-        factor = rope.size("max_position_embeddings") / original
-    else:
-        factor = float(rope.number("factor"))
-
-    def attention_factor(strength: float = 1.0) -> float:
-        """Returns what YaRN's authors found best (equation 22 of arXiv:2309.00071)."""
-        return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    length = attention_factor()
-    if rope.get("attention_factor") is not None:
-        length = float(rope.number("attention_factor"))
-    elif rope.is_set("mscale") and rope.is_set("mscale_all_dim"):
-        length = attention_factor(rope.number("mscale"))
-        length /= attention_factor(rope.number("mscale_all_dim"))
-    scaling = RopeScaling(
-        "yarn",
-        factor,
-        original_max_position=original,
-        beta_fast=float(rope.number("beta_fast")) if rope.is_set("beta_fast") else 32.0,
-        beta_slow=float(rope.number("beta_slow")) if rope.is_set("beta_slow") else 1.0,
-        attention_factor=length,
-        # null is false in transformers
-        truncate=bool(rope.config.get("truncate", True)),
-    )
-    return replace(rotary, scaling=scaling)
-
-
-def _default(rope: Entries, rotary: Rotary) -> Rotary:
-    return rotary
-
-
-def _proportional(rope: Entries, rotary: Rotary) -> Rotary:
-    scaling = None
-    if rope.is_set("factor") and rope.number("factor") != 1:
-        scaling = RopeScaling("linear", float(rope.number("factor")))
-    return replace(rotary, scaling=scaling, over_whole_head=True)
-
-
-ROPE_TYPES: Mapping[str, Callable[[Entries, Rotary], Rotary]] = {
-    "default": _default,
-    "linear": _linear,
-    "llama3": _llama3,
-    "yarn": _yarn,
-    "proportional": _proportional,
-}
-"""`rope_type` -> (`rope_entries`, rotary positions by theta and share alone) -> rotary positions as
-the type has them. ShoalError if a number that it needs is missing."""
-
-
-def rope_entries(entries: Entries, layer_type: str = "full_attention") -> Entries:
-    """Returns the entries, with those about the rotary positions of one type of layer as if they
-    stood beside the others: `rope_type`, `rope_theta`, `factor` and so on.
-
-    `rope_scaling` is written by transformers 4, `rope_parameters` by 5, which may write one for
-    each type of layer. A file with both means the first, as in transformers. Older files say `type`
-    for `rope_type`."""
-    for key in ("rope_scaling", "rope_parameters"):
-        entries.check_type(key, dict, "a mapping")
-    rope = entries.get("rope_scaling") or entries.get("rope_parameters") or {}
-    of_layers = rope.get(layer_type, rope)
-    return entries.with_changes({"rope_type": of_layers.get("type")}).with_changes(of_layers)
-
-
-def rotary_of(rope: Entries) -> Rotary:
-    """Returns the rotary positions that `rope_entries` describe. ShoalError if their type is
-    unknown, or lacks a number."""
-    rope.check_value("rope_type", tuple(ROPE_TYPES))
-    share = 1.0
-    if rope.is_set("partial_rotary_factor"):
-        share = float(rope.number("partial_rotary_factor"))
-    rotary = Rotary(float(rope.number("rope_theta")), share=share)
-    rope_type = rope.get("rope_type") or "default"
-    return ROPE_TYPES[rope_type](rope, rotary)
-
-
-def scaling_entries(scaling: RopeScaling) -> dict[str, Any]:
-    """Returns the content of the entry `rope_scaling` for a scaling of rotary frequencies."""
-    entries = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        entries |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        }
-    if scaling.kind == "yarn":
-        entries |= {
-            "attention_factor": scaling.attention_factor,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "original_max_position_embeddings": scaling.original_max_position,
-            "truncate": scaling.truncate,
-        }
-    return entries
-
 
 # Layers
 
@@ -241,9 +43,9 @@ def repeating(kinds: Sequence[Layer]) -> tuple[Layer, ...]:
     return tuple(kinds)
 
 
-def layer_types(entries: Entries, num_layers: int, known: Sequence[str]) -> list[str]:
-    """Returns the entry `layer_types`, the type of each layer; empty if it is absent. ShoalError if
-    it names another type than the `known` ones, or not as many as there are layers."""
+def check_layer_types(entries: Entries, num_layers: int, known: Sequence[str]) -> None:
+    """Raises ShoalError if the entry `layer_types`, the type of each layer, names another type than
+    the `known` ones, or not as many as there are layers. It may be absent."""
     entries.check_type("layer_types", list, "a list")
     types = entries.get("layer_types") or []
     unknown = sorted({str(kind) for kind in types} - set(known))
@@ -257,7 +59,19 @@ def layer_types(entries: Entries, num_layers: int, known: Sequence[str]) -> list
             f"{entries.title('layer_types')} has {len(types)} layers; expected "
             f"num_hidden_layers={num_layers}."
         )
-    return types
+
+
+def layer_types(
+    entries: Entries,
+    num_layers: int,
+    is_full: Callable[[int], bool],
+    other: str = "sliding_attention",
+) -> list[str]:
+    """Returns the type of each layer: the entry `layer_types`; if it is absent, `full_attention`
+    where `is_full` is true of the layer's number, from 0 on, and `other` elsewhere."""
+    if entries.is_set("layer_types"):
+        return entries.get("layer_types")
+    return ["full_attention" if is_full(number) else other for number in range(num_layers)]
 
 
 def window_layers(types: Sequence[str], window: Layer, full: Layer) -> tuple[Layer, ...]:
@@ -295,7 +109,6 @@ class Family:
     # (entries, architecture of the common ones) -> architecture of all: adds what the family has
     read: Callable[[Entries, Architecture], Architecture]
     # The way back: architecture -> entries that are added to the common ones, or take their place.
-    # It is given architectures of other families too; whatever it writes of these is not used.
     write: Callable[[Architecture], dict[str, Any]]
     # Entry -> its value where it is absent or null, as the class in transformers has it. Common
     # entries without one must be there.
@@ -307,6 +120,11 @@ class Family:
     computed: Mapping[str, Sequence[Any] | None] = field(default_factory=dict)
     # Values of `layer_types` that are computed.
     layer_types: Sequence[str] = ("full_attention",)
+    # How files hold the experts' products: a tensor for each; the same from all experts in one
+    # (`fused`); or that with matrices [in, out], whose columns of gate and up alternate
+    # (`interleaved`). Files of the first two are read alike, and written like those that a model
+    # came from.
+    expert_files: Literal["by_expert", "fused", "interleaved"] = "by_expert"
     # True if files may have experts in 4 bits, each matrix [out, in / 32] blocks.
     reads_mxfp4: bool = False
     # `model_type` of files for several kinds of input that have the entries of this family in
@@ -360,14 +178,11 @@ def _qwen_windows(entries: Entries, common: Architecture) -> Architecture:
     files on those from number max_window_layers on."""
     has_window = entries.is_set("use_sliding_window") and entries.is_set("sliding_window")
     window = entries.size("sliding_window") if has_window else 0
-    types = entries.get("layer_types")
-    if not types:
-        first_window = common.num_layers
-        if window:
-            first_window = entries.number("max_window_layers", whole=True)
-        types = []
-        for number in range(common.num_layers):
-            types.append("sliding_attention" if number >= first_window else "full_attention")
+
+    def is_full(number: int) -> bool:
+        return not window or number < entries.number("max_window_layers", whole=True)
+
+    types = layer_types(entries, common.num_layers, is_full)
     if "sliding_attention" in types and not window:
         raise ShoalError(
             f"{entries.title('layer_types')} has sliding_attention; expected use_sliding_window "
@@ -427,14 +242,15 @@ def _qwen3_5(entries: Entries, common: Architecture) -> Architecture:
         raise ShoalError(
             f"{entries.title('attn_output_gate')} is false, which is not supported; expected true."
         )
-    types = layer_types(entries, common.num_layers, _QWEN3_5_LAYERS)
+
+    def is_full(number: int) -> bool:
+        return (number + 1) % entries.size("full_attention_interval") == 0
+
+    types = layer_types(entries, common.num_layers, is_full, other="linear_attention")
     kinds = [Layer() if kind == "full_attention" else _DELTA_NET for kind in types]
-    if not types:
-        interval = entries.size("full_attention_interval")
-        kinds = [_DELTA_NET] * (interval - 1) + [Layer()]
     return replace(
         _attention_bias(entries, common),
-        layers=repeating(kinds[: common.num_layers]),
+        layers=repeating(kinds),
         delta_net=DeltaNet(
             num_key_heads=entries.size("linear_num_key_heads", MOST_HEADS),
             num_value_heads=entries.size("linear_num_value_heads", MOST_HEADS),
@@ -453,7 +269,7 @@ _DELTA_NET = Layer(mixer="delta_net")
 
 
 def _qwen3_5_entries(a: Architecture) -> dict[str, Any]:
-    sizes = a.delta_net or DeltaNet(0, 0, 0, 0)
+    sizes = a.delta_net_sizes
     types = []
     for layer in a.layers_in_order:
         types.append("full_attention" if layer.mixer == "attention" else "linear_attention")
@@ -496,12 +312,11 @@ QWEN3_5 = Family(
 def _gemma3(entries: Entries, common: Architecture) -> Architecture:
     """Adds what Gemma 3 has: norms before and after, which multiply by 1 + weight, norms on q and
     k, a scaled embedding, and windows on most layers, with rotary positions of their own."""
-    types = entries.get("layer_types")
-    if not types:
-        step = entries.size("sliding_window_pattern")
-        types = []
-        for number in range(1, common.num_layers + 1):
-            types.append("sliding_attention" if number % step else "full_attention")
+
+    def is_full(number: int) -> bool:
+        return (number + 1) % entries.size("sliding_window_pattern") == 0
+
+    types = layer_types(entries, common.num_layers, is_full)
     window = Layer(window=entries.size("sliding_window"), rotary=_gemma3_window_rotary(entries))
     query_scale = float(entries.number("query_pre_attn_scalar", least=1e-9)) ** -0.5
     return replace(
@@ -677,7 +492,7 @@ def _qwen3_5_moe_entries(a: Architecture) -> dict[str, Any]:
     return {
         **_qwen3_5_entries(a),
         **expert_entries(a),
-        "shared_expert_intermediate_size": a.experts.shared_size if a.experts else 0,
+        "shared_expert_intermediate_size": a.expert_sizes.shared_size,
     }
 
 
@@ -705,17 +520,14 @@ def _gpt_oss(entries: Entries, common: Architecture) -> Architecture:
     experts = experts_of(entries, normalise=True, width="intermediate_size")
     if experts is None:
         raise ShoalError(f"{entries.title('num_local_experts')} is missing; expected 1 or more.")
-    types = entries.get("layer_types")
-    if not types:
-        types = []
-        for number in range(common.num_layers):
-            types.append("full_attention" if number % 2 else "sliding_attention")
+
+    types = layer_types(entries, common.num_layers, lambda number: number % 2 == 1)
     full = Layer(feed_forward="experts")
     window = replace(full, window=entries.size("sliding_window"))
     return replace(
         _attention_bias(entries, common),
         layers=window_layers(types, window, full),
-        experts=replace(experts, router_bias=True, bias=True, files="interleaved"),
+        experts=replace(experts, router_bias=True, bias=True),
         activation="clamped_swiglu",
         norm="weight_float32",
         sinks=True,
@@ -723,15 +535,14 @@ def _gpt_oss(entries: Entries, common: Architecture) -> Architecture:
 
 
 def _gpt_oss_entries(a: Architecture) -> dict[str, Any]:
-    if a.experts is None:
-        return {}
+    sizes = a.expert_sizes
     entries = {
         "attention_bias": a.qkv_bias,
         "hidden_act": "silu",  # not read by transformers' class
-        "intermediate_size": a.experts.intermediate_size,
+        "intermediate_size": sizes.intermediate_size,
         "layer_types": window_types(a),
-        "num_experts_per_tok": a.experts.experts_per_token,
-        "num_local_experts": a.experts.num_experts,
+        "num_experts_per_tok": sizes.experts_per_token,
+        "num_local_experts": sizes.num_experts,
         "sliding_window": largest_window(a) or 128,
     }
     if a.rope_scaling is None:  # without an entry it is YaRN's
@@ -761,6 +572,7 @@ GPT_OSS = Family(
     },
     computed={"swiglu_alpha": (SWIGLU_ALPHA,), "swiglu_limit": (SWIGLU_LIMIT,)},
     layer_types=_WINDOWS,
+    expert_files="interleaved",
     reads_mxfp4=True,
 )
 
@@ -772,19 +584,16 @@ def _mixtral(entries: Entries, common: Architecture) -> Architecture:
     if experts is None:
         raise ShoalError(f"{entries.title('num_local_experts')} is 0; expected 1 or more.")
     kinds = [replace(layer, feed_forward="experts") for layer in a.layers]
-    # Without files to be like, all experts are written in one tensor, which transformers reads
-    # under the names that the parameters have.
-    return replace(a, layers=tuple(kinds), experts=replace(experts, files="fused"))
+    return replace(a, layers=tuple(kinds), experts=experts)
 
 
 def _mixtral_entries(a: Architecture) -> dict[str, Any]:
-    if a.experts is None:
-        return {}
+    sizes = a.expert_sizes
     return {
         **_mistral_entries(a),
-        "intermediate_size": a.experts.intermediate_size,
-        "num_experts_per_tok": a.experts.experts_per_token,
-        "num_local_experts": a.experts.num_experts,
+        "intermediate_size": sizes.intermediate_size,
+        "num_experts_per_tok": sizes.experts_per_token,
+        "num_local_experts": sizes.num_experts,
     }
 
 
@@ -799,6 +608,8 @@ MIXTRAL = Family(
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
     },
+    # As one tensor, transformers reads them under the names that the parameters have.
+    expert_files="fused",
 )
 
 
@@ -806,12 +617,8 @@ def _gemma4(entries: Entries, common: Architecture) -> Architecture:
     """Adds what Gemma 4 has: Gemma 3's norms, with weights as they are, and norms on values; layers
     without a window that have heads and rotary positions of their own; last layers that read the
     keys of earlier ones; embeddings of layers; experts beside the MLP of each layer."""
-    types = entries.get("layer_types")
-    if not types:
-        types = ["full_attention"] * common.num_layers
-        for number in range(common.num_layers):
-            if (number + 1) % 6:
-                types[number] = "sliding_attention"
+
+    types = layer_types(entries, common.num_layers, lambda number: (number + 1) % 6 == 0)
     types = [*types[:-1], "full_attention"]  # the last layer, whatever the entry says
     num_shared = entries.number("num_kv_shared_layers", whole=True)
     first_shared = common.num_layers - num_shared
@@ -842,7 +649,6 @@ def _gemma4(entries: Entries, common: Architecture) -> Architecture:
         experts = experts_of(entries, normalise=True, chosen="top_k_experts")
         if experts is None:
             raise ShoalError(f"{entries.title('num_experts')} is missing; expected 1 or more.")
-        experts = replace(experts, files="fused")
         layers = [replace(layer, feed_forward="mlp+experts") for layer in layers]
     return replace(
         _attention_bias(entries, common),
@@ -975,6 +781,7 @@ GEMMA4 = Family(
         "use_bidirectional_attention": ("vision",),
     },
     layer_types=_WINDOWS,
+    expert_files="fused",
     multimodal="gemma4",
 )
 
@@ -992,8 +799,7 @@ FAMILIES: Mapping[str, Family] = {
     "mixtral": MIXTRAL,
     "gemma4_text": GEMMA4,
 }
-"""`model_type` in config.json -> its family. `config_of` takes the first that has an
-architecture."""
+"""`model_type` in config.json -> its family."""
 
 MULTIMODAL: Mapping[str, str] = {
     family.multimodal: name for name, family in FAMILIES.items() if family.multimodal
@@ -1009,6 +815,10 @@ too. Any other is an error, which is better than wrong logits."""
 
 ACTIVATIONS: Mapping[str, Any] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """`hidden_act` in config.json -> `Architecture.activation`."""
+
+NULLS = ("sliding_window", "num_key_value_heads")
+"""Entries of which null says something: no layer has a window; as many key heads as query heads.
+Any other entry that is null is as if it were absent. transformers refuses most of these."""
 
 COMMON_DEFAULTS: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -1036,7 +846,7 @@ def architecture_in(config: Mapping[str, Any], where: str) -> Architecture:
     Entries(folder, config).check_type("quantization_config", dict, "a mapping")
     a = _architecture(folder, config)
     # Called for its error alone: weights quantised in an unknown way.
-    _quantisation_in(config, folder)
+    quantisation_in(config, folder, _reads_mxfp4(config))
     return a
 
 
@@ -1055,8 +865,9 @@ def _architecture(folder: Path, config: Mapping[str, Any]) -> Architecture:
     for entry, values in {**COMPUTED, **family.computed}.items():
         if values is not None:
             rope.check_value(entry, values)
-    layer_types(entries, entries.size("num_hidden_layers", MOST_LAYERS), family.layer_types)
-    return family.read(entries, _common(entries, rope))
+    num_layers = entries.size("num_hidden_layers", MOST_LAYERS)
+    check_layer_types(entries, num_layers, family.layer_types)
+    return replace(family.read(entries, _common(entries, rope)), model_type=name)
 
 
 def _model_entries(folder: Path, config: Mapping[str, Any]) -> tuple[str, Entries]:
@@ -1132,183 +943,23 @@ def _max_positions(config: Mapping[str, Any], scaling: RopeScaling | None) -> in
     return positions
 
 
-@dataclass(frozen=True)
-class FileQuantisation:
-    """How the weights in a model's files are quantised: `fp8`, matrices of 8-bit floats with a
-    scale for each block, as DeepSeek's and Qwen3's files have them; or `mxfp4`, experts in 4 bits,
-    as gpt-oss' have them."""
-
-    method: Literal["fp8", "mxfp4"]
-    block: tuple[int, int] = (0, 0)  # of fp8: rows and columns with one scale
-
-
 def quantisation_of(folder: Path) -> FileQuantisation | None:
     """Returns how a folder's weights are quantised; None if they are not. ShoalError if they are
     quantised in another way than those of `FileQuantisation`, or if the folder has no
     config.json."""
-    return _quantisation_in(read_config(folder), folder)
+    config = read_config(folder)
+    return quantisation_in(config, folder, _reads_mxfp4(config))
 
 
-def _quantisation_in(content: Mapping[str, Any], folder: Path) -> FileQuantisation | None:
-    """Returns how weights are quantised by the content of a config.json; `folder` says in messages
-    whose it is."""
-    config = Entries(folder, content)
-    config.check_type("quantization_config", dict, "a mapping")
-    quantisation = config.get("quantization_config") or {}
-    method = quantisation.get("quant_method")
+def _reads_mxfp4(config: Mapping[str, Any]) -> bool:
+    """True if a config.json is of a family whose files may have experts in 4 bits."""
     family = FAMILIES.get(str(config.get("model_type")))
-    reads_mxfp4 = family is not None and family.reads_mxfp4
-    if method == "mxfp4" and reads_mxfp4:
-        return FileQuantisation("mxfp4")
-    is_known = (
-        method == "fp8"
-        and quantisation.get("fmt", "e4m3") == "e4m3"
-        and quantisation.get("activation_scheme", "dynamic") == "dynamic"
-    )
-    match quantisation.get("weight_block_size"):
-        case [int(rows), int(columns)] if is_known and min(rows, columns) > 0:
-            return FileQuantisation("fp8", (rows, columns))
-    if not quantisation:
-        return None
-    entries = []
-    for name in ("fmt", "activation_scheme", "weight_block_size"):
-        if name in quantisation:
-            entries.append(f"{name} {quantisation[name]}")
-    in_brackets = f" ({', '.join(entries)})" if entries else ""
-    raise ShoalError(
-        f"{folder}/config.json: the weights are quantised by quant_method "
-        f"{method}{in_brackets}; expected {'mxfp4, ' * reads_mxfp4}fp8 (e4m3) with a "
-        "weight_block_size, "
-        "or none: give the model's folder with weights in bfloat16; model.quantise=int8 makes "
-        "frozen ones small"
-    )
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Returns the content of a model folder's config.json; ShoalError if there is none."""
-    file = folder / "config.json"
-    if not file.is_file():
-        raise ShoalError(
-            f"{folder} holds no config.json: expected a model folder in Hugging Face format."
-        )
-    return read_json(file)
-
-
-def config_of(a: Architecture) -> dict[str, Any]:
-    """Returns a config.json for an architecture: that of the first of FAMILIES whose entries can
-    say all of it; ShoalError if there is none. An adapter and the type of weights are not in it.
-    `max_position_embeddings` is 32,768 if it is not known; the ids of special tokens are None."""
-    base = replace(a, adapter=None, quantised="")
-    for name, family in FAMILIES.items():
-        config = {
-            "architectures": [family.transformers_class],
-            "model_type": name,
-            **_common_entries(base),
-        }
-        for common, own in family.names.items():
-            config[own] = config.pop(common)
-        config |= family.write(base)
-        try:
-            is_described = _architecture(Path(), config) == base
-        except ShoalError:  # the family has other entries, or does not compute such a model
-            continue
-        if is_described:
-            return config
-    raise ShoalError(f"No model of transformers has this mixture of biases and norms: {a}.")
-
-
-def _common_entries(a: Architecture) -> dict[str, Any]:
-    """Returns the entries that all families have, as `_common` reads them, without those that a
-    family's `write` adds."""
-    positions = a.max_positions or 32768
-    if a.rope_scaling and a.rope_scaling.kind == "linear":  # the file has the number before scaling
-        positions = round(positions / a.rope_scaling.factor)
-    by_activation = {activation: name for name, activation in ACTIVATIONS.items()}
-    config: dict[str, Any] = {
-        "vocab_size": a.vocab_size,
-        "hidden_size": a.hidden_size,
-        "intermediate_size": a.intermediate_size,
-        "num_hidden_layers": a.num_layers,
-        "num_attention_heads": a.num_heads,
-        "num_key_value_heads": a.num_kv_heads,
-        "head_dim": a.head_dim,
-        "hidden_act": by_activation.get(a.activation),
-        "max_position_embeddings": positions,
-        "rms_norm_eps": a.norm_eps,
-        "rope_theta": a.rope_theta,
-        "tie_word_embeddings": a.tie_embeddings,
-        # Explicitly None: without these entries Llama's class uses ids 1 and 2, which may be any
-        # tokens here.
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    if a.rope_scaling:
-        config["rope_scaling"] = scaling_entries(a.rope_scaling)
-    return config
-
-
-def config_to_save(
-    a: Architecture, source: Path | None, config: dict[str, Any] | None, dtype: np.dtype
-) -> dict[str, Any]:
-    """Returns the content of the config.json to write with parameters of `dtype`: `config`, or else
-    that of the folder `source`, or else one made from the architecture. A new dict is returned,
-    whose `dtype` (or `torch_dtype`, if it has no entry `dtype`) is `dtype`, and which says nothing
-    of quantised weights. ShoalError if `config` is None and the source's is of another
-    architecture."""
-    if config is None and source is not None and (source / "config.json").is_file():
-        if architecture_of(source) != a:
-            raise ShoalError(
-                f"{source}/config.json describes another architecture than these parameters have."
-            )
-        config = read_config(source)
-    saved = dict(config or make_config(a, source))
-    # describes the source's files; the ones to write are not quantised
-    saved.pop("quantization_config", None)
-    dtype_key = "dtype" if "dtype" in saved else "torch_dtype"
-    saved[dtype_key] = dtype.name
-    text = saved.get("text_config")
-    if isinstance(text, dict) and dtype_key in text:
-        saved["text_config"] = {**text, dtype_key: dtype.name}
-    return saved
+    return family is not None and family.reads_mxfp4
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """True if a config.json is of a model for several kinds of input, whose text model is read."""
     return config.get("model_type") in MULTIMODAL
-
-
-def text_alone(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of the text model in that of a model for several kinds of input; an
-    equal one for any other model."""
-    if not is_multimodal(config):
-        return dict(config)
-    family_name = MULTIMODAL[config["model_type"]]
-    text = {**config["text_config"], "model_type": family_name}
-    text["architectures"] = [FAMILIES[family_name].transformers_class]
-    for key in ("dtype", "torch_dtype", "tie_word_embeddings", *_TOKEN_IDS):
-        if key in config:
-            text[key] = config[key]
-    return text
-
-
-def make_config(
-    a: Architecture, tokenizer: Path | None, config: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Returns the content of a config.json: `config`, or else one made from the architecture. A new
-    dict is returned. The ids of the special tokens in it are replaced by those that config.json,
-    and then generation_config.json, have in the folder `tokenizer`. If both have an id, the second
-    file's counts; without the folder or files they stay."""
-    made = dict(config or config_of(a))
-    for name in ("config.json", "generation_config.json"):
-        if tokenizer and (tokenizer / name).is_file():
-            for key, value in read_json(tokenizer / name).items():
-                if key in _TOKEN_IDS:
-                    made[key] = value
-    return made
-
-
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def describes(folder: Path, a: Architecture) -> bool:

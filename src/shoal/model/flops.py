@@ -71,8 +71,7 @@ def _pairs(before: int, tokens: int, window: int) -> float:
 
 def _recurrence_flops(a: Architecture) -> float:
     """Returns the operations of one token in one delta net's convolution and state."""
-    sizes = a.delta_net
-    assert sizes is not None, "a pattern with delta nets has their sizes"
+    sizes = a.delta_net_sizes
     state = sizes.num_value_heads * sizes.key_dim * sizes.value_dim
     return 2.0 * sizes.conv_size * sizes.conv_width + 6.0 * state
 

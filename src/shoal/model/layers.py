@@ -9,7 +9,7 @@ through `by_layer`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from shoal.mesh import Role
 from shoal.mesh.programs import CHUNKED_OPTIONS
-from shoal.model.architecture import Architecture
+from shoal.model.architecture import Architecture, StackLayers
 from shoal.model.parameters import Block, Parameters, ParamSpec, Stacks, param_specs
 
 if TYPE_CHECKING:
@@ -153,7 +153,51 @@ def stacked_blocks(blocks: Block | Stacks) -> tuple[Block, ...]:
 def stacked_again(blocks: Block | Stacks, new: Sequence[Block]) -> Block | Stacks:
     """Returns the blocks `new`, one a stack, in the form of `blocks`: the inverse of
     `stacked_blocks`."""
-    return Stacks(tuple(new)) if isinstance(blocks, Stacks) else new[0]
+    return replace(blocks, blocks=tuple(new)) if isinstance(blocks, Stacks) else new[0]
+
+
+def layers_of_stacks(blocks: Block | Stacks) -> StackLayers:
+    """Returns the numbers of the layers of each stack; () for a single block without leaves."""
+    if isinstance(blocks, Stacks):
+        return blocks.layers
+    leaves = jax.tree.leaves(blocks)
+    return (tuple(range(leaves[0].shape[0])),) if leaves else ()
+
+
+Join = Callable[[Sequence[Any], Sequence[tuple[int, int]]], Any]
+"""(leaves of several stacks, (index of the leaf, row in it) of each layer) -> one leaf, which has
+these rows."""
+
+
+def restacked(blocks: Block | Stacks, wanted: StackLayers, join: Join) -> Block | Stacks:
+    """Returns the same layers in other stacks: `wanted` has the numbers of the layers of each.
+    Stacks that are in both stay as they are. ValueError if these are not the same layers, or if a
+    new stack would have layers with different parameters."""
+    held = layers_of_stacks(blocks)
+    stacks = stacked_blocks(blocks)
+    found: dict[int, tuple[int, int]] = {}  # number of a layer -> (its stack, row in that)
+    for stack, numbers in enumerate(held):
+        for row, number in enumerate(numbers):
+            found[number] = stack, row
+    if sorted(number for numbers in wanted for number in numbers) != sorted(found):
+        raise ValueError(f"stacks of the layers {held} cannot be made stacks of {wanted}")
+    new = []
+    for numbers in wanted:
+        if numbers in held:
+            new.append(stacks[held.index(numbers)])
+            continue
+        sources = sorted({found[number][0] for number in numbers})
+        rows = []
+        for number in numbers:
+            stack, row = found[number]
+            rows.append((sources.index(stack), row))
+
+        def join_leaves(*leaves: Any, rows: Sequence[tuple[int, int]] = tuple(rows)) -> Any:
+            return join(leaves, rows)
+
+        old_stacks = [stacks[stack] for stack in sources]
+        new.append(jax.tree.map(join_leaves, *old_stacks))
+    return new[0] if len(new) == 1 else Stacks(tuple(new), wanted)
 
 
 def by_layer(model: Model, blocks: Any) -> tuple[Block, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shoal.mesh import Role, listed, listed_divisors
-from shoal.model.architecture import Architecture, Stack
+from shoal.model.architecture import Architecture, Stack, StackLayers
 from shoal.model.linear import Adapted, Biased, Quantised, quantise
 from shoal.records import ShoalError
 
@@ -113,12 +113,13 @@ class Block:
     layer_scale: Any = None  # [1]: what the layer's output is multiplied by
 
 
-@jax.tree_util.register_dataclass
+@partial(jax.tree_util.register_dataclass, data_fields=["blocks"], meta_fields=["layers"])
 @dataclass(frozen=True)
 class Stacks:
     """Layers of several kinds: a block of stacked layers for each of `Architecture.stacks`."""
 
     blocks: tuple[Block, ...]
+    layers: StackLayers
 
 
 @jax.tree_util.register_dataclass
@@ -355,7 +356,7 @@ def _block_specs(a: Architecture) -> Block | Stacks:
     blocks = tuple(_stack_specs(a, stack) for stack in a.stacks)
     if len(blocks) == 1:
         return blocks[0]
-    return Stacks(blocks)
+    return Stacks(blocks, a.stack_layers)
 
 
 def _stack_specs(a: Architecture, stack: Stack) -> Block:
@@ -425,11 +426,13 @@ def _expert_specs(a: Architecture, stack: Stack) -> ExpertWeights:
     """Returns the specs of a feed-forward part with experts, without the MLP beside them. Each
     expert's products have names of their own here, also where files hold all experts in one tensor
     (`shoal.weights.fused`)."""
-    sizes = a.experts
-    assert sizes is not None, "a pattern with experts has their sizes"
+    sizes = a.expert_sizes
     hidden = a.hidden_size
     inner = sizes.intermediate_size
-    router_name, experts_name = _expert_names(a, stack)
+    # Gemma 4's files have experts beside the MLP, not in it.
+    router_name, experts_name = "mlp.gate", "mlp.experts"
+    if stack.layer.feed_forward == "mlp+experts":
+        router_name, experts_name = "router.proj", "experts"
     # Neither the router nor the shared expert's gate is quantised: they are small. Nor has the
     # router an adapter: in transformers' classes it is no linear module.
     of_layer = partial(_layer_spec, a, stack)
@@ -477,15 +480,6 @@ def _expert_specs(a: Architecture, stack: Stack) -> ExpertWeights:
         shared_gate=shared_gate,
         **beside,
     )
-
-
-def _expert_names(a: Architecture, stack: Stack) -> tuple[str, str]:
-    """Returns the names of (router, experts) within a layer in files."""
-    if stack.layer.feed_forward == "mlp+experts":  # Gemma's
-        return "router.proj", "experts"
-    if a.experts and a.experts.router_bias:  # gpt-oss'
-        return "mlp.router", "mlp.experts"
-    return "mlp.gate", "mlp.experts"
 
 
 def _output_scale(a: Architecture) -> float:
@@ -566,8 +560,7 @@ def _layer_input_specs(a: Architecture, stack: Stack) -> LayerInputWeights:
 
 def _delta_net_specs(a: Architecture, stack: Stack) -> DeltaNetWeights:
     """Returns the specs of a gated delta net's parameters."""
-    sizes = a.delta_net
-    assert sizes is not None, "a pattern with delta nets has their sizes"
+    sizes = a.delta_net_sizes
     hidden = a.hidden_size
     value_heads = sizes.num_value_heads
     product = partial(_product_specs, a, stack, bias=False)
@@ -632,9 +625,7 @@ def _layer_spec(
     indices = ("layer",)
     transposed = len(shape) == 2
     if experts:
-        assert a.experts is not None
         indices = ("layer", "expert")
-        transposed = transposed and a.experts.files != "interleaved"
         shape = (experts, *shape)
         axes = ("experts", *axes)
     return ParamSpec(
@@ -683,50 +674,62 @@ def _product_specs(
     if there is none. With `experts` above 0 the product is that of each of so many experts, whose
     number stands in the name as `{expert}`.
     """
-    row_axis, column_axis = axes
+    _, column_axis = axes
     of_layer = partial(_layer_spec, a, stack, heads=heads, experts=experts)
     kernel: Any = of_layer(f"{name}.weight", (rows, columns), axes, scale=scale)
     kernel = replace(kernel, is_product=True)
     if a.quantised:
         scales = of_layer(f"{name}.weight_scale", (columns,), (column_axis,), init="ones")
         kernel = Quantised(replace(kernel, dtype=a.quantised), replace(scales, dtype="float32"))
-    adapter = a.adapter
-    if adapter is not None and target_of(name) in adapter.targets:
-        first = of_layer(
-            f"{name}.lora_A.weight",
-            (rows, adapter.rank),
-            (row_axis, None),
-            init="uniform",
-            scale=1 / INIT_STDDEV * (3 * rows) ** -0.5,  # bound 1 / sqrt(rows), like PEFT's
-        )
-        second = of_layer(
-            f"{name}.lora_B.weight", (adapter.rank, columns), (None, column_axis), init="zeros"
-        )
-        first = replace(first, name=ADAPTER_PREFIX + first.name, trained=True, is_product=True)
-        second = replace(second, name=ADAPTER_PREFIX + second.name, trained=True, is_product=True)
-        if experts:
-            kernel = _expert_adapter(kernel, first, second, adapter.scale)
-        else:
-            kernel = Adapted(kernel, first, second, adapter.scale)
+    if a.adapter is not None and target_of(name) in a.adapter.targets:
+        kernel = _adapted_specs(a, stack, kernel, name, (rows, columns), axes, heads, experts)
     if not bias:
         return kernel
     return Biased(kernel, of_layer(f"{name}.bias", (columns,), (column_axis,), init="zeros"))
 
 
-def _expert_adapter(kernel: Any, first: ParamSpec, second: ParamSpec, scale: float) -> Adapted:
-    """Returns the specs of an adapter on a product of experts, as PEFT has them (its
-    `ParamWrapper`): gate and up have one first matrix, which is in the place of gate's, and files
-    hold the second as [columns, rank, E]."""
-    first = replace(first, name=first.name.replace("gate_proj", "gate_up_proj"), transposed=True)
-    second = replace(
-        second,
-        name=second.name.replace(".{expert}", ""),
-        indices=("layer",),
-        transposed=False,
-        experts_last=True,
+def _adapted_specs(
+    a: Architecture,
+    stack: Stack,
+    kernel: Any,
+    name: str,
+    shape: tuple[int, int],
+    axes: tuple[str | None, str | None],
+    heads: int,
+    experts: int,
+) -> Adapted:
+    """Returns the specs of a product with an adapter; the other arguments are those of
+    `_product_specs`.
+
+    On experts it is as PEFT has it (its `ParamWrapper`): gate and up have one first matrix, which
+    is in the place of gate's, and files hold the second as [columns, rank, E].
+    """
+    adapter = a.adapter
+    assert adapter is not None
+    rows, columns = shape
+    row_axis, column_axis = axes
+    first_name = f"{name}.lora_A.weight"
+    second_name = f"{name}.lora_B.weight"
+    place, _, product = name.partition(".{expert}.")
+    if experts:
+        parameter = target_of(name).removeprefix("experts.")
+        first_name = f"{place}.{{expert}}.{parameter}.lora_A.weight"
+        second_name = f"{place}.{product}.lora_B.weight"
+    of_layer = partial(_layer_spec, a, stack, heads=heads, experts=experts)
+    first = of_layer(
+        first_name,
+        (rows, adapter.rank),
+        (row_axis, None),
+        init="uniform",
+        scale=1 / INIT_STDDEV * (3 * rows) ** -0.5,  # bound 1 / sqrt(rows), like PEFT's
     )
-    is_up = second.name.endswith("up_proj.lora_B.weight")
-    return Adapted(kernel, None if is_up else first, second, scale)
+    second = of_layer(second_name, (adapter.rank, columns), (None, column_axis), init="zeros")
+    first = replace(first, name=ADAPTER_PREFIX + first.name, trained=True, is_product=True)
+    second = replace(second, name=ADAPTER_PREFIX + second.name, trained=True, is_product=True)
+    if not experts:
+        return Adapted(kernel, first, second, adapter.scale)
+    second = replace(second, indices=("layer",), transposed=False, experts_last=True)
+    return Adapted(kernel, None if product == "up_proj" else first, second, adapter.scale)
 
 
 def target_of(name: str) -> str:
@@ -757,8 +760,7 @@ def active_size(a: Architecture, spec: ParamSpec) -> int:
     size = math.prod(spec.shape)
     if spec.num_experts == 1:
         return size
-    assert a.experts is not None, "a pattern with experts has their sizes"
-    return size // spec.num_experts * a.experts.experts_per_token
+    return size // spec.num_experts * a.expert_sizes.experts_per_token
 
 
 def classifier_specs(a: Architecture) -> Parameters:

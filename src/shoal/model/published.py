@@ -108,6 +108,7 @@ def _qwen2(
         norm_eps=1e-6,
         tie_embeddings=tied,
         qkv_bias=True,
+        model_type="qwen2",
     )
 
 
@@ -127,6 +128,7 @@ def _qwen3(
         norm_eps=1e-6,
         tie_embeddings=tied,
         qk_norm=True,
+        model_type="qwen3",
     )
 
 

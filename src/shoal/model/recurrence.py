@@ -53,8 +53,7 @@ def delta_net(
     """Computes a gated delta net (Yang et al. 2024, arXiv:2412.06464): h[R, T, D] -> (out[R, T, D],
     new cache)."""
     a = model.architecture
-    sizes = a.delta_net
-    assert sizes is not None, "a pattern with delta nets has their sizes"
+    sizes = a.delta_net_sizes
     constrain = model.role.constrain
     rows, size, _ = h.shape
     # Queries, keys and values stand in one array: a device that has a part of its columns has no

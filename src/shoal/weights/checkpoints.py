@@ -5,10 +5,11 @@ needs.
     checkpoints/<version>/published   weights of older versions that are still sampled from, if
                                       there are any
     checkpoints/<version>/extra       JSON: data position, pending prompts, checksums of the others,
-                                      ...
+                                      which layers each stack of parameters has, ...
 
 A checkpoint appears whole (Orbax renames it into place), and is compared bit for bit, by checksum,
-when it is read.
+when it is read. Layers may be stacked otherwise in it than in the program that reads it: they are
+read as they were saved, split over the devices, and then restacked.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import numpy as np
 from shoal.buckets import Unreachable, complete
 from shoal.mesh import Role, World, return_freed_memory
 from shoal.model.architecture import Architecture
+from shoal.model.layers import layers_of_stacks
 from shoal.model.parameters import Keep, keep_as_read, param_shapes, trained_specs
 from shoal.records import Params, ShoalError
 from shoal.runs.layout import is_run
@@ -46,6 +48,7 @@ from shoal.weights.orbax import (
     save_args,
     written_at_once,
 )
+from shoal.weights.restack import restacked_arrays, restacked_shapes, saved_stacks
 from shoal.weights.tensor_files import LazyArray
 
 FOLDER = "checkpoints"
@@ -147,11 +150,11 @@ class Checkpoints:
         older versions that are still sampled from (arrays on devices or `LazyArray`s). Waits for
         the save before it, and then for this one too, unless `in_background`.
 
-        To `extra` the entries `checksums`, `layouts` and `published` are added, in place of any
-        that it has. `scores`: version -> score of the evaluated ones, the higher the better; None:
-        no version has a score; from this save on they decide which checkpoints `keep_best` keeps;
-        none is deleted before a newer one is complete. ShoalError if the checkpoint cannot be
-        written: the older ones are then kept."""
+        To `extra` the entries `checksums`, `layouts`, `stacks` and `published` are added, in place
+        of any that it has. `scores`: version -> score of the evaluated ones, the higher the better;
+        None: no version has a score; from this save on they decide which checkpoints `keep_best`
+        keeps; none is deleted before a newer one is complete. ShoalError if the checkpoint cannot
+        be written: the older ones are then kept."""
         self.finish()
         items = {"state": state.to_trees()}
         published_versions = sorted(published or {})
@@ -170,6 +173,7 @@ class Checkpoints:
             **extra,
             "checksums": sums,
             "layouts": layouts,
+            "stacks": layers_of_stacks(state.trainable.blocks),
             "published": published_versions,
         }
         saves["extra"] = self._args.JsonSave(extra)
@@ -274,12 +278,13 @@ class DamagedCheckpoint(ShoalError):
 def restore(
     run: Path,
     version: int,
+    a: Architecture,
     shapes: Checkpointed,
     sampler: Params | None = None,
     world: World | None = None,
 ) -> Restored:
-    """Reads a checkpoint, each array with the sharding of `shapes`. `sampler`: shapes of one
-    version's published weights. If these have shardings, the weights are read too; if they have
+    """Reads a checkpoint of a model, each array with the sharding of `shapes`. `sampler`: shapes of
+    one version's published weights. If these have shardings, the weights are read too; if they have
     none, each weight becomes a `LazyArray` of the checkpoint; if `sampler` is None, published
     weights are left out. `world`: the run's processes; None: this one alone. All processes must
     call it.
@@ -290,18 +295,25 @@ def restore(
     error, whichever of them met it.
     """
     path = (run / FOLDER / str(version)).absolute()
-    wanted: dict[str, Any] = {"state": shapes.to_trees()}
+    wanted: dict[str, Any] = {"state": shapes.to_trees()}  # as it was saved
     world = world or World()
 
     def read_entries() -> tuple[dict[str, Any], list[str], dict[str, int]]:
         """Reads the JSON. Returns (extra, names of trees whose layout differs from the saved one,
-        checksums by name of tree). Adds the published weights to `wanted`."""
+        checksums by name of tree). Adds the published weights to `wanted`, and puts all
+        layers there into the saved stacks."""
         with _reader(load_orbax().JsonCheckpointHandler()) as reader:
             extra = reader.restore(path / "extra")
         if sampler is not None and extra["published"]:
             wanted["published"] = {str(number): sampler for number in extra["published"]}
+        stacks = saved_stacks(extra.get("stacks"), a)
         layouts = extra["layouts"]
-        others = [name for name, tree in wanted.items() if layout_digest(tree) != layouts[name]]
+        others = []
+        for name, tree in wanted.items():
+            if stacks != a.stack_layers:
+                wanted[name] = restacked_shapes(tree, stacks)
+            if layout_digest(wanted[name]) != layouts[name]:
+                others.append(name)
         return extra, others, extra["checksums"]
 
     def read_arrays(name: str) -> Any:
@@ -334,6 +346,9 @@ def restore(
                 f"checkpoint {path} is damaged ({name} has checksum {read_sum:#010x}, saved was "
                 f"{saved_sum:#010x})"
             )
+    if saved_stacks(extra.get("stacks"), a) != a.stack_layers:
+        for name in wanted:
+            trees[name] = restacked_arrays(trees[name], a.stack_layers)
     published = {int(number): params for number, params in trees.get("published", {}).items()}
     return Restored(version, shapes.from_trees(trees["state"]), extra, published)
 
@@ -401,13 +416,19 @@ _MACHINE_FAULTS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "Ou
 
 
 def restore_newest(
-    run: Path, shapes: Checkpointed, sampler: Params, warn: Callable[[str], None], world: World
+    run: Path,
+    a: Architecture,
+    shapes: Checkpointed,
+    sampler: Params,
+    warn: Callable[[str], None],
+    world: World,
 ) -> Restored | None:
     """Reads the newest checkpoint that is not damaged, and returns it. Damaged newer ones are then
     moved to DAMAGED_FOLDER, each with a warning: `warn` is called with its text, by the first
-    process. `shapes`: those of the trainer's state, with the shardings in which it is read.
-    `sampler`: shapes of one version's published weights; without shardings each weight becomes a
-    `LazyArray`. `world`: the run's processes, all of which must call this function.
+    process. `a`: the model's architecture. `shapes`: those of the trainer's state, with the
+    shardings in which it is read. `sampler`: shapes of one version's published weights; without
+    shardings each weight becomes a `LazyArray`. `world`: the run's processes, all of which must
+    call this function.
 
     None if the run has no checkpoint. ShoalError, with nothing moved, if all are damaged, or if one
     cannot be read for another reason (it was saved with another model, or a machine is at fault):
@@ -416,7 +437,7 @@ def restore_newest(
     damaged: dict[int, str] = {}
     for version in reversed(world.exchange_json("checkpoints", versions(run))[0]):
         try:
-            restored = restore(run, version, shapes, sampler, world)
+            restored = restore(run, version, a, shapes, sampler, world)
         except DamagedCheckpoint as error:
             damaged[version] = str(error)
             continue
@@ -447,10 +468,10 @@ def _move_away(run: Path, version: int) -> Path:
     return (run / FOLDER / str(version)).rename(target)
 
 
-def read_extra(run: Path, version: int, name: str) -> dict[str, Any]:
+def read_extra(run: Path, version: int, name: str) -> Any:
     """Returns one entry of the JSON beside a checkpoint's arrays: `facts` (about the inputs of its
-    run) or `checksums`. {} if it cannot be read, because reading the weights will raise the
-    error."""
+    run), `checksums` or `stacks`. {} if it cannot be read, because reading the weights will raise
+    the error."""
     file = run / FOLDER / str(version) / "extra" / "metadata"
     try:
         return json.loads(file.read_text("utf-8"))[name]
@@ -473,9 +494,18 @@ def load_parameters(
     (not checked if the checkpoint has no checksum of them)."""
     ocp = load_orbax()
     specs = trained_specs(architecture)
-    wanted = {"trainable": param_shapes(specs, role, dtype)}
     path = (run / FOLDER / str(version) / "state").absolute()
     complete(path.parent)
+    stacks = saved_stacks(read_extra(run, version, "stacks"), architecture)
+
+    def saved_shapes(dtype: Any) -> dict[str, Any]:
+        """Returns the shapes of the parameters in a type, as they were saved."""
+        shapes = {"trainable": param_shapes(specs, role, dtype)}
+        if stacks == architecture.stack_layers:
+            return shapes
+        return restacked_shapes(shapes, stacks)
+
+    wanted = saved_shapes(dtype)
     # Only a part is read: the two moments of Adam would triple what is read, and evaluation has no
     # optimizer to tell their shapes.
     restore_args = ocp.args.PyTreeRestore(
@@ -498,11 +528,13 @@ def load_parameters(
         if dtype != jnp.float32:
             # The files are read again, by pieces: in memory there would not be room for all
             # parameters both in `dtype` and as they were saved, in float32.
-            whole = {"trainable": param_shapes(specs, role, jnp.float32)}
+            whole = saved_shapes(jnp.float32)
             as_saved = jax.tree_util.tree_map_with_path(partial(_lazily, path), whole)
         if checksum(as_saved) != saved_sum:
             raise DamagedCheckpoint(
                 f"checkpoint {path.parent} is damaged (its weights have another checksum than was "
                 f"saved): choose another of {run}"
             )
+    if stacks != architecture.stack_layers:
+        parameters = restacked_arrays(parameters, architecture.stack_layers)
     return jax.tree.map(keep, specs, parameters)

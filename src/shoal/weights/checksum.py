@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.mesh import PINNED_HOST, dispatching
+from shoal.model.parameters import Parameters, Stacks
 from shoal.weights.tensor_files import grid
 
 POSITIONS = 2**32
@@ -18,6 +22,8 @@ PIECE_BYTES = 2**28
 """Most bytes that are on a device at once of an array outside of any device."""
 FOLD = 8
 """Neighbouring elements that a CPU adds first."""
+BY_LAYER = " by layer"
+"""End of a checksum's text which does not depend on how layers are stacked."""
 
 
 def checksum(parameters: Any) -> int:
@@ -28,27 +34,29 @@ def checksum(parameters: Any) -> int:
     # Computed from the list of leaves: a tree with names that change, such as numbers of versions,
     # would be traced and compiled again.
     leaves = jax.tree.leaves(parameters)
-    devices: set[Any] = set()
     all_on_devices = True
     for leaf in leaves:
-        if isinstance(leaf, jax.Array):
-            devices |= leaf.sharding.device_set
         if not isinstance(leaf, jax.Array) or _is_offloaded(leaf):
             all_on_devices = False
-    with dispatching(devices):
+    with dispatching(_devices_of(leaves)):
         if all_on_devices:
             return int(_checksum(leaves))
-        total = 0
-        for number, leaf in enumerate(leaves):
-            if not isinstance(leaf, jax.Array):
-                total += host_checksum(np.asarray(leaf), number)
-                continue
-            if _is_offloaded(leaf):
-                sharding: Any = leaf.sharding
-                # one at a time: all of them might not fit on the devices
-                leaf = jax.device_put(leaf, sharding.with_memory_kind("device"))
-            total += int(_array_sum(leaf, np.uint32(number)))
-        return total % 2**32
+        return sum(_leaf_sum(leaf, number) for number, leaf in enumerate(leaves)) % 2**32
+
+
+def _leaf_sum(
+    leaf: Any, number: int, whole: tuple[int, ...] | None = None, rows: Sequence[int] = ()
+) -> int:
+    """Returns what an array, wherever it is, adds to the checksum of a tree; the arguments after
+    the first are those of `array_checksum`."""
+    rows_array = np.array(rows, np.uint32) if rows else None
+    if not isinstance(leaf, jax.Array):
+        return host_checksum(np.asarray(leaf), number, whole, rows_array)
+    if _is_offloaded(leaf):
+        sharding: Any = leaf.sharding
+        # one at a time: all of them might not fit on the devices
+        leaf = jax.device_put(leaf, sharding.with_memory_kind("device"))
+    return int(_array_sum(leaf, np.uint32(number), whole, rows=rows_array))
 
 
 def _is_offloaded(array: jax.Array) -> bool:
@@ -57,8 +65,37 @@ def _is_offloaded(array: jax.Array) -> bool:
 
 def weights_text(parameters: Any) -> str:
     """Returns the checksum of parameters as text, in the form that a run's records have, like
-    `0x0012ab34`."""
-    return f"{checksum(parameters):#010x}"
+    `0x0012ab34`. Of a model whose layers are in several stacks it is the same whichever layers are
+    stacked, and the text ends with BY_LAYER."""
+    if not isinstance(parameters, Parameters) or not isinstance(parameters.blocks, Stacks):
+        return f"{checksum(parameters):#010x}"
+    stacks = parameters.blocks
+    num_layers = sum(map(len, stacks.layers))
+    total = checksum(replace(parameters, blocks=None))
+    with dispatching(_devices_of(stacks)):
+        for block, layers in zip(stacks.blocks, stacks.layers, strict=True):
+            for path, leaf in jax.tree_util.tree_leaves_with_path(block):
+                # As if one array had the parameter of all layers.
+                number = zlib.crc32(jax.tree_util.keystr(path).encode())
+                total += _leaf_sum(leaf, number, (num_layers, *leaf.shape[1:]), layers)
+    return f"{total % 2**32:#010x}{BY_LAYER}"
+
+
+def _devices_of(tree: Any) -> set[Any]:
+    """Returns the devices that hold any part of a tree's arrays."""
+    devices: set[Any] = set()
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array):
+            devices |= leaf.sharding.device_set
+    return devices
+
+
+def same_weights(text: str, other: str) -> bool | None:
+    """Returns whether two texts of `weights_text` are of the same weights; None if that cannot be
+    told, because only one of them is BY_LAYER: earlier versions of Shoal made no such texts."""
+    if text.endswith(BY_LAYER) != other.endswith(BY_LAYER):
+        return None
+    return text == other
 
 
 def types_text(parameters: Any) -> str:
@@ -67,10 +104,15 @@ def types_text(parameters: Any) -> str:
     return ", ".join(sorted({leaf.dtype.name for leaf in jax.tree.leaves(parameters)}))
 
 
-def host_checksum(array: np.ndarray, number: int) -> int:
-    """Returns what a NumPy array adds to the checksum of a tree (`array_checksum`), in which it has
-    this `number` (from 0), computed piece by piece, because a single device might not have room for
-    an array that is usually split over devices."""
+def host_checksum(
+    array: np.ndarray,
+    number: int,
+    whole: tuple[int, ...] | None = None,
+    rows: np.ndarray | None = None,
+) -> int:
+    """Returns what a NumPy array adds to the checksum of a tree (`array_checksum`, which has the
+    same arguments), in which it has this `number` (from 0), computed piece by piece, because a
+    single device might not have room for an array that is usually split over devices."""
     most_elements = PIECE_BYTES // array.dtype.itemsize
     # The last axes are whole, the first that does not fit is cut, and those before it have step 1.
     steps = []
@@ -80,7 +122,9 @@ def host_checksum(array: np.ndarray, number: int) -> int:
     total = 0
     for piece in grid(array.shape, steps):
         start = np.array([cut.start for cut in piece], np.uint32)
-        total += int(_array_sum(np.asarray(array[piece]), np.uint32(number), array.shape, start))
+        of_piece = None if rows is None else rows[piece[0]]
+        values = np.asarray(array[piece])
+        total += int(_array_sum(values, np.uint32(number), whole or array.shape, start, of_piece))
     return total % 2**32
 
 
@@ -100,11 +144,13 @@ def array_checksum(
     number: jax.Array,
     whole: tuple[int, ...] | None = None,
     start: jax.Array | None = None,
+    rows: jax.Array | None = None,
 ) -> jax.Array:
     """Returns what an array adds to the checksum of a tree, in which it has this number (uint32,
     from 0). If `array` is a piece, `whole` is the shape of the whole array and `start` the piece's
-    first index in it (uint32, by axis); the result is then what the piece adds. KeyError unless an
-    element has 1, 2 or 4 bytes.
+    first index in it (uint32, by axis); the result is then what the piece adds. `rows` (uint32) are
+    the indices in the whole array of what the piece has along the first axis, if these do not
+    follow each other. KeyError unless an element has 1, 2 or 4 bytes.
 
     Each element's bits are first mixed with its position (one to one), so that any change of one
     element, and any exchange of two, changes the sum. Sums of integers have no rounding, hence do
@@ -113,6 +159,8 @@ def array_checksum(
 
     def index(axis: int) -> jax.Array:
         """Returns each element's index along an axis, in the whole array."""
+        if axis == 0 and rows is not None:
+            return jax.lax.broadcast_in_dim(rows, array.shape, (0,))
         indices = jax.lax.broadcasted_iota(jnp.uint32, array.shape, axis)
         return indices if start is None else indices + start[axis]
 

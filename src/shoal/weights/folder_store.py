@@ -26,6 +26,7 @@ from shoal.protocols import Version
 from shoal.records import Params
 from shoal.weights import huggingface, peft
 from shoal.weights.checksum import checksum
+from shoal.weights.fused import file_specs
 from shoal.weights.publish_folder import KEY
 from shoal.weights.store import FileStore
 from shoal.workers.process import Watcher
@@ -130,7 +131,8 @@ class FolderStore(FileStore):
         tensor of its own too, and the config does not call it tied. ShoalError if it cannot be
         written."""
         a = self.model.architecture
-        tensors = list(huggingface.output_tensors(weights, param_specs(a.base)))
+        specs = file_specs(a.base, param_specs(a.base))
+        tensors = list(huggingface.output_tensors(weights, specs))
         config = self.config or read_json(self.source / "config.json")
         # else a tied head is not in the files: the engine takes the embedding
         if a.tie_embeddings and self.model.role.platform == "cpu":

@@ -7,8 +7,8 @@
 
 A fused tensor is read as views of its parts, and written from them, so nothing else knows of it.
 Which of a model's tensors are fused is seen from the names in its files. Of an expert, the rows of
-gate come before those of up; or, in files that are "interleaved" (`Experts.files`), matrices are
-[in, out], and columns of gate and up alternate:
+gate come before those of up; or, in files that are "interleaved" (`Family.expert_files`), matrices
+are [in, out], and columns of gate and up alternate:
 
     mlp.experts.gate_up_proj [E, D, 2 F]            mlp.experts.{e}.gate_proj.weight [D, F]
     mlp.experts.gate_up_proj_bias [E, 2 F]          mlp.experts.{e}.gate_proj.bias [F]
@@ -25,6 +25,7 @@ Adapters on experts are always fused (PEFT's `ParamWrapper`). Names without thei
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,8 +35,9 @@ import jax
 import numpy as np
 
 from shoal.model.architecture import EXPERT_PRODUCTS, Architecture
+from shoal.model.families import FAMILIES
 from shoal.model.linear import Adapted, Biased, Quantised
-from shoal.model.parameters import ExpertWeights, ParamSpec
+from shoal.model.parameters import ADAPTER_PREFIX, ExpertWeights, ParamSpec
 from shoal.records import ShoalError
 from shoal.weights.mxfp4 import Mxfp4Tensor
 from shoal.weights.tensor_files import OutputTensor, StoredTensor
@@ -45,72 +47,91 @@ Run = tuple[int, np.ndarray]
 
 
 @dataclass(frozen=True)
-class FusedTensor:
-    """A tensor in files that consists of other tensors of one shape, one after the other; or, if
-    `block` is above 0, of pairs of them, of whose numbers `block` come from each in turn."""
+class FusedTensor(ABC):
+    """A tensor in files that consists of other tensors of one shape."""
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[str, ...]  # names, in order
     part_shape: tuple[int, ...]
-    block: int = 0
 
+    @abstractmethod
     def opened(self, stored: StoredTensor) -> dict[str, StoredTensor]:
         """Returns the parts of a stored tensor of this shape, by name."""
-        of_both = (*self.part_shape[:-1], 2 * self.part_shape[-1])
-        opened: dict[str, StoredTensor] = {}
-        for number, name in enumerate(self.parts):
-            if self.block:
-                pair, place = divmod(number, 2)
-                opened[name] = self._one_of_two(stored.part(pair, of_both), place)
-            else:
-                opened[name] = stored.part(number, self.part_shape)
-        return opened
-
-    def _one_of_two(self, both: StoredTensor, place: int) -> StoredTensor:
-        """Returns one of two parts that are stored as one tensor; `place` is 0 or 1."""
-        if isinstance(both, Mxfp4Tensor):
-            return both.every_second_column(place)
-        part = replace(both, shape=self.part_shape)
-        return AlternatingTensor(**vars(part), place=place, block=self.block)
 
     def joined(self, parts: Mapping[str, OutputTensor]) -> OutputTensor:
         """Returns the tensor to be written that consists of these parts, given by name."""
         in_order = [parts[name] for name in self.parts]
-        runs = self._alternating_runs if self.block else self._runs
-        return OutputTensor(self.name, self.shape, partial(runs, in_order), in_order[0].dtype)
+        return OutputTensor(self.name, self.shape, partial(self._runs, in_order), in_order[0].dtype)
+
+    @abstractmethod
+    def _runs(self, parts: Sequence[OutputTensor], dtype: np.dtype) -> Iterator[Run]:
+        """Yields the tensor in runs of rows, in a type, as `OutputTensor.runs` does."""
+
+
+@dataclass(frozen=True)
+class Concatenated(FusedTensor):
+    """Its parts are stored one after the other."""
+
+    def opened(self, stored: StoredTensor) -> dict[str, StoredTensor]:
+        opened: dict[str, StoredTensor] = {}
+        for number, name in enumerate(self.parts):
+            opened[name] = stored.part(number, self.part_shape)
+        return opened
 
     def _runs(self, parts: Sequence[OutputTensor], dtype: np.dtype) -> Iterator[Run]:
-        """Yields the rows of the parts, in a type. A row is as long as a part's."""
+        # A row is as long as a part's.
         for number, part in enumerate(parts):
             first = number * self.part_shape[0]
             for row, values in part.runs(dtype):
                 yield first + row, values
 
-    def _alternating_runs(self, parts: Sequence[OutputTensor], dtype: np.dtype) -> Iterator[Run]:
-        """Yields rows that are twice as long as a part's, in a type."""
+
+@dataclass(frozen=True)
+class Interleaved(FusedTensor):
+    """Its parts are stored pair after pair. A row has the numbers of a row of both, `chunk` of one
+    and `chunk` of the other in turn: with 1 their columns alternate, with a whole row their
+    rows."""
+
+    chunk: int = 1
+
+    def opened(self, stored: StoredTensor) -> dict[str, StoredTensor]:
+        of_both = (*self.part_shape[:-1], 2 * self.part_shape[-1])
+        opened: dict[str, StoredTensor] = {}
+        for number, name in enumerate(self.parts):
+            pair, place = divmod(number, 2)
+            both = stored.part(pair, of_both)
+            if isinstance(both, Mxfp4Tensor):
+                opened[name] = both.every_second_column(place)
+                continue
+            part = replace(both, shape=self.part_shape)
+            opened[name] = InterleavedPart(**vars(part), place=place, chunk=self.chunk)
+        return opened
+
+    def _runs(self, parts: Sequence[OutputTensor], dtype: np.dtype) -> Iterator[Run]:
+        # A row is twice as long as a part's.
         for number in range(0, len(parts), 2):
             first = number // 2 * self.part_shape[0]
             # Both have one layout, so that they come in the same runs.
             runs = zip(parts[number].runs(dtype), parts[number + 1].runs(dtype), strict=True)
             for (row, values), (other_row, others) in runs:
                 assert row == other_row
-                in_blocks = (len(values), -1, self.block)
-                pairs = np.stack([values.reshape(in_blocks), others.reshape(in_blocks)], axis=2)
+                in_chunks = (len(values), -1, self.chunk)
+                pairs = np.stack([values.reshape(in_chunks), others.reshape(in_chunks)], axis=2)
                 yield first + row, pairs.reshape(len(values), -1)
 
 
 @dataclass(frozen=True)
-class AlternatingTensor(StoredTensor):
-    """One of two tensors of `shape` that are stored as one, with `block` numbers of each in turn.
+class InterleavedPart(StoredTensor):
+    """One of two tensors of `shape` that are stored as one, with `chunk` numbers of each in turn.
     `offset` is that of both."""
 
     place: int  # 0 or 1
-    block: int
+    chunk: int
 
     def read(self, start: int, values: np.ndarray) -> None:
         row_size = math.prod(values.shape[1:])
-        pairs = np.empty((len(values), row_size // self.block, 2, self.block), values.dtype)
+        pairs = np.empty((len(values), row_size // self.chunk, 2, self.chunk), values.dtype)
         super().read(start, pairs)
         values[...] = pairs[:, :, self.place].reshape(values.shape)
 
@@ -119,9 +140,28 @@ class AlternatingTensor(StoredTensor):
         return StoredTensor(self.file, self.name, self.dtype, both, self.offset).sample()
 
 
+def is_interleaved(a: Architecture) -> bool:
+    """True if the family's files have the experts' matrices as [in, out], with columns of gate and
+    up in turn."""
+    return FAMILIES[a.model_type].expert_files == "interleaved"
+
+
+def file_specs(a: Architecture, specs: Any) -> Any:
+    """Returns a tree of `ParamSpec` with the dimensions of tensors in the order that they have in
+    the family's files: only matrices of interleaved experts have another than elsewhere."""
+
+    def in_files(spec: ParamSpec) -> ParamSpec:
+        is_of_adapter = spec.name.startswith(ADAPTER_PREFIX)
+        if spec.num_experts == 1 or is_of_adapter:
+            return spec
+        return replace(spec, transposed=False)
+
+    return jax.tree.map(in_files, specs) if is_interleaved(a) else specs
+
+
 def fused_tensors(a: Architecture, specs: Any) -> list[FusedTensor]:
     """Returns the tensors that files may have in place of the experts' own, for a tree of
-    `ParamSpec`, in which those that are not asked for are None."""
+    `file_specs`, in which those that are not asked for are None."""
 
     def is_experts(node: Any) -> bool:
         return isinstance(node, ExpertWeights)
@@ -137,9 +177,7 @@ def fused_tensors(a: Architecture, specs: Any) -> list[FusedTensor]:
 def _of_products(a: Architecture, products: Sequence[Any], name: str) -> list[FusedTensor]:
     """Returns the fused tensors, called `name`, of one product of experts, or of two side by side,
     given as their trees of specs."""
-    sizes = a.experts
-    assert sizes is not None, "a pattern with experts has their sizes"
-    alternate = len(products) == 2 and sizes.files == "interleaved"
+    alternate = len(products) == 2 and is_interleaved(a)
     fused: list[FusedTensor] = []
     if isinstance(products[0], Biased):
         biases = [product.bias for product in products]
@@ -171,8 +209,8 @@ def _of_experts(specs: Sequence[ParamSpec | None], name: str, alternate: bool) -
         parts = []
         for expert in range(num_experts):
             parts += [of_spec[layer, expert] for of_spec in names]
-        whole = f"{place}.{name}"
-        fused.append(FusedTensor(whole, shape, tuple(parts), part_shape, int(alternate)))
+        kind = Interleaved if alternate else Concatenated
+        fused.append(kind(f"{place}.{name}", shape, tuple(parts), part_shape))
     return fused
 
 
@@ -197,13 +235,15 @@ def _of_adapters(
         parts = tuple(names_of_first[layer, expert] for expert in range(first.num_experts))
         shape = (len(parts) * rank, width)
         whole = f"{place}{inner}.lora_A.weight"
-        fused.append(FusedTensor(whole, shape, parts, (rank, width)))
+        fused.append(Concatenated(whole, shape, parts, (rank, width)))
         parts = tuple(of_spec[layer,] for of_spec in names_of_second)
         shape = (len(parts) * columns, row_size)
         whole = f"{place}{inner}.lora_B.weight"
         part_shape = (columns, *of_column)
-        block = row_size if alternate else 0
-        fused.append(FusedTensor(whole, shape, parts, part_shape, block))
+        if alternate:
+            fused.append(Interleaved(whole, shape, parts, part_shape, chunk=row_size))
+        else:
+            fused.append(Concatenated(whole, shape, parts, part_shape))
     return fused
 
 

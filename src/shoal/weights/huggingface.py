@@ -25,20 +25,16 @@ from shoal.chat.tokenizer_files import NAMED_TEMPLATES
 from shoal.files import move_folder, read_json, scratch_folder
 from shoal.mesh import Role
 from shoal.model.architecture import Architecture
-from shoal.model.families import (
-    architecture_of,
-    config_to_save,
-    quantisation_of,
-    read_config,
-    text_alone,
-)
+from shoal.model.config_json import read_config
+from shoal.model.config_writer import config_to_save, text_alone
+from shoal.model.families import FAMILIES, architecture_of, quantisation_of
 from shoal.model.parameters import Keep, Parameters, ParamSpec, keep_as_read, param_specs
 from shoal.paths import path_within
 from shoal.records import ShoalError
-from shoal.weights.fused import FusedTensor, fused_tensors, with_fused, with_parts
+from shoal.weights.fused import FusedTensor, file_specs, fused_tensors, with_fused, with_parts
 from shoal.weights.layout import ParamLayout, collect, load_sharded
 from shoal.weights.mxfp4 import with_widened
-from shoal.weights.origin import EMBEDDING, HEAD, Origin
+from shoal.weights.origin import EMBEDDING, HEAD, Origin, written_as
 from shoal.weights.tensor_files import (
     DTYPES,
     OutputTensor,
@@ -91,7 +87,7 @@ def load(
     """
     # All headers are checked before the first read: a wrong file is refused in a second, not after
     # half of 100 GB.
-    specs = specs or param_specs(architecture)
+    specs = file_specs(architecture, specs or param_specs(architecture))
     return read_tensors(open_tensors(folder, architecture, specs), specs, role, dtype, keep)
 
 
@@ -188,7 +184,7 @@ def open_tensors(
         stored.setdefault(EMBEDDING, stored.pop(HEAD))
     for name in _unread_names(a):
         stored.pop(name, None)
-    specs = specs or param_specs(a)
+    specs = file_specs(a, specs or param_specs(a))
     where = f"{folder} do not fit its config.json"
     stored = with_parts(stored, fused_tensors(a, specs), where)
     return check_tensors(stored, specs, where)
@@ -340,11 +336,14 @@ def save(
         config = text_alone(config)
     tensors: Iterable[OutputTensor]
     if isinstance(parameters, Parameters):
-        tensors = output_tensors(parameters, param_specs(architecture))
+        specs = file_specs(architecture, param_specs(architecture))
+        tensors = output_tensors(parameters, specs)
     else:
         tensors = parameters
     tensors = with_fused(tensors, _fused_in(origin, architecture))
-    if origin is not None:
+    if origin is None:
+        tensors = written_as(architecture.model_type, tensors)
+    else:
         stored = read_origin(origin)
         packed = False
         if isinstance(parameters, Parameters):
@@ -364,13 +363,11 @@ def save(
 def _fused_in(origin: Path | None, a: Architecture) -> list[FusedTensor]:
     """Returns the tensors to be written in place of those of single experts: those that the files
     of `origin` have; without it, those of the family's files."""
-    possible = fused_tensors(a, param_specs(a))
+    possible = fused_tensors(a, file_specs(a, param_specs(a)))
     if origin is not None:
         stored = read_origin(origin).tensors
         return [tensor for tensor in possible if tensor.name in stored]
-    if a.experts is None or a.experts.files == "by_expert":
-        return []
-    return possible
+    return [] if FAMILIES[a.model_type].expert_files == "by_expert" else possible
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

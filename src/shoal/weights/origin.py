@@ -5,6 +5,7 @@
     language_model.model.layers.0.*              model.layers.0.*
     language_model.lm_head.weight                lm_head.weight
     *.block_sparse_moe.experts.3.w1.weight       *.mlp.experts.3.gate_proj.weight
+    *.mlp.router.weight                          *.mlp.gate.weight
     model.visual.*, vision_tower.*, mtp.*, ...   none: passed over
 
 A model for several kinds of input has its text model's tensors under another beginning, beside
@@ -47,8 +48,14 @@ RENAMED: tuple[tuple[str, str], ...] = (
     (r"\.block_sparse_moe\.experts\.(\d+)\.w2\.", r".mlp.experts.\1.down_proj."),
     (r"\.block_sparse_moe\.experts\.(\d+)\.w3\.", r".mlp.experts.\1.up_proj."),
     (r"\.block_sparse_moe\.gate\.", ".mlp.gate."),
+    # gpt-oss' router
+    (r"\.mlp\.router\.", ".mlp.gate."),
 )
 """(pattern of a part of a tensor's name in files, what the parameter's name has in its place)."""
+
+WRITTEN: Mapping[str, tuple[tuple[str, str], ...]] = {"gpt_oss": ((".mlp.gate.", ".mlp.router."),)}
+"""`model_type` -> (part of a parameter's name, what the tensor's name has in its place) in a model
+that is written without files to be like. transformers reads others under the parameters' names."""
 
 PASSED_OVER = (
     "model.visual.",
@@ -210,6 +217,16 @@ def parameter_name(name: str) -> str:
     for pattern, own in RENAMED:
         name = re.sub(pattern, own, name)
     return name
+
+
+def written_as(model_type: str, tensors: Iterable[OutputTensor]) -> Iterator[OutputTensor]:
+    """Yields tensors, which have their parameters' names, under the names that they are written
+    with where there are no files to be like."""
+    for tensor in tensors:
+        name = tensor.name
+        for own, written in WRITTEN.get(model_type, ()):
+            name = name.replace(own, written)
+        yield replace(tensor, name=name)
 
 
 def copied(stored: StoredTensor) -> OutputTensor:

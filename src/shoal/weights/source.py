@@ -28,6 +28,8 @@ from shoal.mesh import Role
 from shoal.model import adapters, families
 from shoal.model.architecture import Architecture
 from shoal.model.attention.selector import kernel_fault
+from shoal.model.config_json import read_config
+from shoal.model.config_writer import make_config
 from shoal.model.experts import kernel_fault as kernel_fault_of_experts
 from shoal.model.linear import QUANTISED
 from shoal.model.parameters import as_frozen, joined, quantiser
@@ -41,7 +43,7 @@ from shoal.stop import NotHere
 from shoal.weights import huggingface, maxtext, peft
 from shoal.weights.checkpoints import FOLDER as CHECKPOINTS
 from shoal.weights.checkpoints import find_checkpoint, load_parameters, read_extra
-from shoal.weights.checksum import types_text, weights_text
+from shoal.weights.checksum import same_weights, types_text, weights_text
 from shoal.weights.hub import HUB_ID, PACKAGED, cached_folder, config_on_hub, locate
 from shoal.weights.tensor_files import digests as tensor_digests
 
@@ -115,7 +117,7 @@ class ModelSource:
         frozen = as_frozen(self.architecture, self.read(role, dtype))
         if self.facts.get("base_types") == types_text(frozen):
             checksum = weights_text(frozen)
-            if checksum != self.facts["base"]:
+            if same_weights(checksum, self.facts["base"]) is False:
                 raise ShoalError(
                     f"the weights in {self.base} are not those that this adapter was trained on "
                     f"(checksum {self.facts['base']}, now {checksum}): restore them, or export the "
@@ -364,8 +366,8 @@ def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSou
     if not section.tokenizer:
         return source
     tokenizer = locate(section.tokenizer, weights=False)
-    config = source.config or families.read_config(source.folder)
-    config = families.make_config(source.architecture, tokenizer, config)
+    config = source.config or read_config(source.folder)
+    config = make_config(source.architecture, tokenizer, config)
     return replace(source, folder=tokenizer, config=config)
 
 
@@ -435,7 +437,7 @@ def _folder_model(
         "model.path",
     )
     # This config is written into the run and its exports, because there the head is a parameter.
-    config = {**families.read_config(folder), "tie_word_embeddings": False}
+    config = {**read_config(folder), "tie_word_embeddings": False}
     return replace(source, config=config, notes=(*source.notes, note))
 
 
@@ -509,7 +511,7 @@ def _adapter_model(
         config = None
     else:
         tokenizer_folder = folder
-        config = find_base().config or families.read_config(find_base().folder)
+        config = find_base().config or read_config(find_base().folder)
 
     def read_base(role: Role, dtype: Any, **options: Any) -> Params:
         return find_base().read(role, dtype, **options)
@@ -592,7 +594,7 @@ def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
     a = checkpoint.architecture
     config = None
     if not families.describes(tokenizer, a):
-        config = families.make_config(a, tokenizer)
+        config = make_config(a, tokenizer)
     return ModelSource(
         folder=tokenizer,
         architecture=a,
@@ -719,7 +721,7 @@ def copy_model_files(model: ModelSource, target: Path) -> None:
     if model.tokenizer.date is not None and model.tokenizer.writes_date:
         write_date(model.tokenizer.date, target)
     if model.architecture.adapter:
-        described = model.config or families.read_config(model.folder)
+        described = model.config or read_config(model.folder)
         peft.write_config(
             target, model.architecture.adapter, model.base, families.is_multimodal(described)
         )

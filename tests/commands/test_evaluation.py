@@ -18,7 +18,7 @@ from tiny_runs import PLAIN, Workshop, read_lines
 
 import shoal
 from shoal import cli
-from shoal.commands.evaluate import read_in_any_form, well_formed_advice
+from shoal.commands.evaluate import read_in_any_form, shared_questions, well_formed_advice
 from shoal.config.keywords import PYTHON_OBJECTS
 from shoal.config.merge import compose
 from shoal.config.sections.task import TaskSection
@@ -28,6 +28,7 @@ from shoal.records import Completion, Example, Group, Purpose, SamplingParams, S
 from shoal.report.console import Console
 from shoal.runs.metrics import majority_at_k, pass_at_k, standard_error
 from shoal.runs.summary import evaluation_text, summary_rows
+from shoal.tasks.aime import blank as blank_aime
 from shoal.tasks.gsm8k import blank
 from shoal.tasks.task import Task
 from shoal.text import figure_text
@@ -434,6 +435,9 @@ def test_a_file_holds_every_answer_and_a_run_its_checkpoint_and_its_export_have_
         str(run / "checkpoints" / "1"),
         str(tmp_path / "model"),
     }
+    # Only of a run is it known what it was trained on.
+    overlaps = [file["held_out"].pop("overlapping_questions", None) for file in files]
+    assert overlaps == [0, 0, None]
     assert files[0] == files[1] == files[2]
     first = files[0]
     assert (first["task"], first["seed"], first["max_completion_tokens"]) == ("gsm8k", 0, 12)
@@ -705,6 +709,41 @@ def test_a_run_is_evaluated_with_its_own_tools(tmp_path, monkeypatch):
     assert cli._compose("eval", [given, "tools=t.py:look"])[0].environment.factory == ""
     monkeypatch.setitem(PYTHON_OBJECTS._objects, "python:House", object)
     assert cli._compose("eval", [given])[0].environment.factory == "python:House"
+
+
+PROBLEM = "Find the number of pairs of positive integers whose product is 2024 and whose sum is odd"
+
+
+def test_questions_that_the_run_was_trained_on_are_counted_and_warned_of(tmp_path):
+    rows = [{"prompt": f"Solve: {PROBLEM}!", "answer": "8"}, {"prompt": "2 + 3 = ?", "answer": "5"}]
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    test = tmp_path / "test.jsonl"
+    test.write_text(json.dumps({"prompt": "1 + 1 = ?", "answer": "2"}) + "\n")
+    own = ["task=custom", f"task.path={data}", "reward=r.py:f"]
+    model = str(stored_run(tmp_path / "run", own))
+    aime = blank_aime(TaskSection(name="aime24"))
+    questions = []
+    for number, problem in enumerate([f"{PROBLEM}.", "Find the 7th prime."]):
+        assert aime.of_row
+        questions.append(aime.of_row(number, {"problem": problem, "answer": "17"}))
+    task = replace(aime, evaluations={"held_out": questions})
+    out = io.StringIO()
+    overlaps = shared_questions(model, task, Console(out))
+    assert overlaps["held_out"].num_shared == overlaps["held_out"].num_whole == 1
+    printed = " ".join(out.getvalue().split())
+    assert "held_out: 1 of 2 questions has 13 words in a row that training data of" in printed
+    assert "train.jsonl, line 1" in printed
+
+    data.unlink()
+    out = io.StringIO()
+    assert shared_questions(model, task, Console(out)) == {}
+    assert "was trained on questions that it is evaluated on is not known: " in " ".join(
+        out.getvalue().split()
+    )
+    generated = str(stored_run(tmp_path / "words", ["task=words"]))
+    assert shared_questions(generated, task, Console(out)) == {}
+    assert shared_questions("tiny", task, Console(out)) == {}
 
 
 def stored_run(folder: Path, words: list[str]) -> Path:

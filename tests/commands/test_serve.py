@@ -6,6 +6,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -698,3 +703,41 @@ def test_mistakes_of_the_command(folder: Path, capsys: pytest.CaptureFixture[str
     ):
         assert cli.main(["serve", f"model={folder}", *words]) == 2
         assert text in capsys.readouterr().err
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.system
+def test_lm_evals_command_on_the_page_finds_the_accuracy_of_what_is_served(tmp_path: Path) -> None:
+    page = (ROOT / "docs/evaluation.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^lm-eval run .*$", page, re.MULTILINE)
+    questions = []
+    for line in (ROOT / "examples/evals/sums.jsonl").read_text(encoding="utf-8").splitlines():
+        questions.append(json.loads(line))
+    with serving("model=tiny", "batch=8") as served:
+        num_right = 0
+        for question in questions:
+            messages = [{"role": "user", "content": question["question"]}]
+            body = {"model": "any", "messages": messages, "temperature": 0, "max_tokens": 64}
+            answer = served.post("/v1/chat/completions", body).json()
+            text = answer["choices"][0]["message"]["content"]
+            found = re.search("<answer>(.*?)</answer>", text)
+            num_right += found is not None and found[1] == question["answer"]
+        words = shlex.split(command.replace("http://127.0.0.1:8000", served.url))
+        words[:1] = [sys.executable, "-m", "lm_eval"]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+        done = subprocess.run(
+            [*words, "--output_path", str(tmp_path / "figures")],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = (tmp_path / "figures").rglob("results_*.json")
+    figures = json.loads(file.read_text())["results"]["sums"]
+    assert figures["exact_match,tags"] == num_right / len(questions)
+    assert 0 < num_right < len(questions)  # so that the figure says something

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from shoal.chat.tokenizer import Tokenizer
+from shoal.checks.overlap import Overlap, find_overlap
 from shoal.checks.settings import check_model
 from shoal.commands.responses import report_evaluation, write_answers
 from shoal.config.commands import EvalConfig
@@ -15,6 +16,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.files import check_new_file
 from shoal.findings import Findings
 from shoal.job.job import Job
+from shoal.job.own_task import rows_trained_on
 from shoal.job.rescore import question_text
 from shoal.records import Group, Purpose, ShoalError, ground_truth
 from shoal.report.console import Console
@@ -59,6 +61,7 @@ def evaluate(
                 f"output={output}: a set of questions is called {taken[0]!r}, the name of a field "
                 "of this file; rename the set"
             )
+        overlaps = shared_questions(config.model.path, task, console)
         params = config.sampling.params
         if config.pass_k and params.temperature == 0:
             console.note(
@@ -84,6 +87,8 @@ def evaluate(
             of_name |= read_in_any_form(of_set, task)
             of_name |= failure_counts(failed)
             of_name["data"] = data
+            if name in overlaps:
+                of_name["overlapping_questions"] = overlaps[name].num_shared
             figures[name] = of_name
             if "well_formed" in of_name:
                 shares.append(float(of_name["well_formed"]))
@@ -106,6 +111,23 @@ def evaluate(
             },
         )
     return figures
+
+
+def shared_questions(model: str, task: Task, console: Console) -> dict[str, Overlap]:
+    """Returns set of questions -> how many of them the training data of the run `model` holds too,
+    and warns of each set that shares any. {} if the model is no run, or its data is not known."""
+    trained_on = rows_trained_on(model, console)
+    if trained_on is None:
+        return {}
+    run, rows = trained_on
+    overlaps = {}
+    for name, examples in task.evaluations.items():
+        questions = [question_text(example, task.question) for example in examples]
+        overlaps[name] = find_overlap(questions, rows)
+        warning = overlaps[name].warning(name, run)
+        if warning:
+            console.warning(warning)
+    return overlaps
 
 
 def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:

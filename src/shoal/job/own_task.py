@@ -1,8 +1,9 @@
-"""Finds the settings that `shoal eval model=RUN` uses by default: a run's model is evaluated on the
-task that it was trained on."""
+"""Finds what `shoal eval model=RUN` takes from the run: its task, on which its model is evaluated
+by default, and the rows that it was trained on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.config.arguments import Layer, Setting
@@ -10,10 +11,13 @@ from shoal.config.commands import EvalConfig
 from shoal.config.key import keys_of
 from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS
 from shoal.config.merge import Resolved, load
+from shoal.config.sections.task import GENERATED_TASKS
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
 from shoal.files import find_input
-from shoal.records import ShoalError
+from shoal.job.task import load_questions
+from shoal.records import Example, ShoalError
+from shoal.report.console import Console
 from shoal.runs.layout import is_run
 from shoal.runs.reader import read_requested
 from shoal.tasks.task import ROWS
@@ -83,6 +87,26 @@ def config_for_eval_of_run(
     parts = "reward, environment" if has_environment else "reward"
     line = f"{path}: evaluates its own task ({data}), {parts} and lengths; task=NAME for another"
     return config, replace(resolved, notes=(line, *resolved.notes))
+
+
+def rows_trained_on(path: str, console: Console) -> tuple[str, Sequence[Example]] | None:
+    """Returns (the run's folder, the rows that it was trained on) if `path`, the model's, is a run
+    or one of its checkpoints; None for any other model, and for a run whose questions were
+    generated. Rows that cannot be read again, or came from Python, are None with a note."""
+    checkpoint = find_checkpoint(find_input(path, "model.path"))
+    if checkpoint is None or not is_run(checkpoint[0]):
+        return None
+    run = checkpoint[0]
+    stored = read_requested(run)
+    if stored.task.name in GENERATED_TASKS:
+        return None
+    try:
+        return str(run), load_questions(stored.task, stored.reward).train
+    except ShoalError as error:
+        console.note(
+            f"whether {path} was trained on questions that it is evaluated on is not known: {error}"
+        )
+        return None
 
 
 def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:

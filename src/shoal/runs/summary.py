@@ -90,6 +90,7 @@ _ABOUT = (
     "accuracy_any_form",
     "sampled_protocol",
     "sampled_num_questions",
+    "overlapping_questions",
     *_NUMBERS,
 )
 

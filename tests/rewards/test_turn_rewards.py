@@ -168,3 +168,23 @@ def test_where_nothing_was_paid_the_reward_is_one_number():
     assert lists(scores) == [[0.0, 1.0], [0.5, -0.5]]
     scores = paid({"Pays": Pays}, True, ("Pays", 1.0, (None, None)), ("Pays", 0.0, (None,)))
     assert scores.turn_rewards == []
+
+
+def test_rollouts_that_earned_the_same_have_the_same_reward_to_the_bit():
+    """In floats a sum and what 1 leaves of it do not always add up to 1."""
+    payments = ((0.36, 0.47, 0.21, None), (0.5, 0.25, 0.25, None))
+    rest = 1.0 - math.fsum([0.36, 0.47, 0.21])
+    assert math.fsum([0.36, 0.47, 0.21, rest]) != 1.0
+    rollouts = [("Pays", 1.0, of_one) for of_one in payments]
+    scores = paid({"Pays": Pays}, True, *rollouts)
+    assert scores.rewards.tolist() == [[1.0, 1.0]]
+    np.testing.assert_allclose([sum(values) for values in lists(scores)], [1.0, 1.0])
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_payment_that_is_no_finite_number_is_that_rollouts_failure(wrong: float):
+    rollouts = (("Pays", 1.0, (wrong, 0.5)), ("Pays", 0.0, (0.25, None)))
+    with pytest.raises(ShoalError, match=f"'Pays' after step 3 returned {wrong} among"):
+        paid({"Pays": Pays}, True, *rollouts)
+    # Where turns earn nothing it is not read.
+    np.testing.assert_array_equal(paid({"Pays": Pays}, False, *rollouts).rewards, [[1.0, 0.0]])

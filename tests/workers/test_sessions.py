@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import os
 import re
 import signal
@@ -535,6 +536,24 @@ def test_a_reward_that_is_no_number_is_a_fatal_reply(
     assert (reply.kind, reply.fatal) == ("raised", True)
     assert text in reply.error
     assert player.open("r").kind == ""
+
+
+class Pays(Game):
+    def respond(self, message: str) -> str:
+        values = {"half": np.float32(0.5), "true": True, "nan": np.nan, "text": "1", "none": None}
+        self.reward = values[message]
+        return "paid"
+
+
+def test_the_reward_of_a_turn_is_any_number_of_python_or_numpy(make: Callable[..., Player]) -> None:
+    player = make((), {"game": Pays})
+    player.open("r")
+    rewards = []
+    for message in ("half", "true", "nan", "text", "none"):
+        player.sessions.respond("r", message)
+        rewards += [reply.reward for reply in player.wait()]
+    assert rewards[:2] + rewards[3:] == [0.5, 1.0, None, None]
+    assert rewards[2] is not None and math.isnan(rewards[2])
 
 
 def test_words_that_are_no_text_are_a_fatal_reply(make: Callable[..., Player]) -> None:

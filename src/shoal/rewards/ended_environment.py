@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from shoal.records import RewardFunction
-from shoal.rewards.reward_call import unused_name
+from shoal.rewards.reward_call import PaidTurns, unused_name
 from shoal.workers.environments import EnvironmentKind
 from shoal.workers.rollout_function import ROLLOUT
 
@@ -68,8 +68,8 @@ def environment_rewards(
     functions run in the run's own process.
 
     With `by_turn` an environment without `get_reward` has a function too, and of a rollout whose
-    environment paid turns the function returns a list: what each turn was paid, with the rest of
-    what `get_reward` returned at the last turn."""
+    environment paid turns the function returns `PaidTurns`: what each turn was paid, with the rest
+    of what `get_reward` returned at the last turn."""
     rewards: list[RewardFunction] = []
     names = list(taken)
     for name, factory in environments.items():
@@ -88,8 +88,8 @@ def _reward_of(
     completions: Sequence[Any],
     environments: Sequence[EndedEnvironment] = (),
     **columns: Any,
-) -> list[float | list[float] | None]:
-    """Returns the reward of each completion's environment, with `by_turn` as a list where it paid
+) -> list[float | PaidTurns | None]:
+    """Returns the reward of each completion's environment, with `by_turn` by turn where it paid
     turns; None if that is not the environment named `kind`, or if there is none. With `kind` and
     `by_turn` bound by `partial` it is a reward function."""
     if not environments:
@@ -117,9 +117,9 @@ def paid_by_turn(completion: Any) -> list[float] | None:
     return [message.get("reward", 0.0) for message in turns]
 
 
-def _with_rest(paid: list[float], total: float | None) -> list[float]:
-    """Returns the rewards of turns whose sum is `total`, what the whole rollout earned: what was
+def _with_rest(paid: list[float], total: float | None) -> PaidTurns:
+    """Returns the rewards of turns that add up to `total`, what the whole rollout earned: what was
     paid, with the rest at the last turn. `total` None: what was paid is all."""
     if total is None:
-        return paid
-    return [*paid[:-1], total - math.fsum(paid[:-1])]
+        return PaidTurns(paid, math.fsum(paid))
+    return PaidTurns([*paid[:-1], total - math.fsum(paid[:-1])], total)

@@ -74,6 +74,16 @@ class TrainerState:
 
 
 @dataclass(frozen=True)
+class PaidTurns:
+    """What the reward function of an environment returns for a rollout whose turns were paid."""
+
+    turns: Sequence[float]  # what each turn earned, the last one what was not paid before
+    # What the rollout earned; the sum of `turns` may differ from it in its last bit, and rollouts
+    # that earned the same would then seem to differ.
+    total: float
+
+
+@dataclass(frozen=True)
 class CallResult:
     """The result of one call for `n` completions: its values, or how it failed. Every field but
     `cause` can be written as JSON.
@@ -84,8 +94,8 @@ class CallResult:
     """
 
     values: list[float | None] = field(default_factory=list)
-    # for each completion its rewards by turn, whose sum is its value; None where the function gave
-    # one number for all turns; [] if it did so for all
+    # for each completion its rewards by turn, which add up to its value; None where the function
+    # gave one number for all turns; [] if it did so for all
     turns: list[list[float] | None] = field(default_factory=list)
     # (index in the call, the value that is no number)
     bad: list[tuple[int, str]] = field(default_factory=list)
@@ -333,11 +343,11 @@ def _result_of_error(reward: RewardFunction, batch: Batch, error: BaseException)
             " (completions are strings here, because the prompts are text; give messages as "
             "prompts to get lists of messages)"
         )
-    where = _line_of_function(reward.function, error)
+    where = line_of_function(reward.function, error)
     return CallResult(kind="raised", text=text, where=where, cause=error)
 
 
-def _line_of_function(function: Any, error: BaseException) -> str:
+def line_of_function(function: Any, error: BaseException) -> str:
     """Returns `FILE, line N` (FILE without its folder): the innermost line of the traceback that is
     in the file of the function. "" if no line is, or if the function has no Python code."""
     if isinstance(function, functools.partial):
@@ -480,7 +490,8 @@ def _result_of_return(
 ) -> CallResult:
     """Returns the result of a call that returned `result`. Its `values` are finite floats or None;
     `bad` lists the values that are neither, which are None in `values`. A list with a number for
-    each of a completion's turns has their sum as value, and is in `turns`. What the function
+    each of a completion's turns has their sum as value, and is in `turns`; of `PaidTurns` the value
+    is the total. What the function
     logged, `call_log`, becomes its `extra` and `metrics`. _BrokenConvention if `result` has another
     form than the function's convention asks for."""
     if reward.per_completion:
@@ -494,12 +505,13 @@ def _result_of_return(
         rewards = None
         if _is_by_turn(value):
             num_turns = batch.num_turns[i] if batch.num_turns else 1
-            rewards = _turn_rewards(value, num_turns)
+            of_turns = value.turns if isinstance(value, PaidTurns) else value
+            rewards = _turn_rewards(of_turns, num_turns)
             if isinstance(rewards, str):
                 number = rewards
                 rewards = None
             else:
-                number = math.fsum(rewards)
+                number = value.total if isinstance(value, PaidTurns) else math.fsum(rewards)
         else:
             number = _finite_or_text(value)
         if isinstance(number, str):
@@ -514,8 +526,8 @@ def _result_of_return(
 
 def _is_by_turn(value: Any) -> bool:
     """True if a function's value for one completion has a reward for each turn: it is a list, a
-    tuple or an array."""
-    return isinstance(value, list | tuple) or getattr(value, "ndim", 0) == 1
+    tuple, an array or `PaidTurns`."""
+    return isinstance(value, list | tuple | PaidTurns) or getattr(value, "ndim", 0) == 1
 
 
 def _turn_rewards(value: Sequence[Any], num_turns: int) -> list[float] | str:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import json
 import math
+import numbers
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -243,11 +244,12 @@ class Environments:
 
     def _turn_reward(self, session: int) -> Header:
         """Returns `{"reward": ...}` for a reply: the attribute `reward` of the session's
-        environment, as the reward of this turn. {} if that is not a finite number. Only an
+        environment, as the reward of this turn. {} if that is no number, of Python or numpy. NaN
+        and infinity are passed on: they are the rollout's failure where turns earn rewards. Only an
         attribute of the instance counts; a bool counts as 1 or 0."""
         environment = self.environments.get(session)  # None in a call of a tool that is a function
         value = getattr(environment, "__dict__", {}).get("reward")
-        if isinstance(value, int | float) and math.isfinite(value):
+        if isinstance(value, numbers.Real):
             return {"reward": float(value)}
         return {}
 

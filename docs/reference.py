@@ -192,6 +192,12 @@ DIFFERENCES: dict[str, Difference] = {
         "each token has the divergence of the tokens after it",
         "all tokens have the whole completion's divergence",
     ),
+    "verl gigpo": Difference(
+        "verl",
+        "`adv_estimator=gigpo` of verl-agent",
+        "in the mean of a group a rollout counts once for each of its turns",
+        "it counts once",
+    ),
     "verl means": Difference(
         "verl",
         "`loss_mode` `sapo`, `geo_mean` with a divergence or entropy term",

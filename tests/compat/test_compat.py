@@ -296,6 +296,57 @@ def test_verls_bounds_of_k1_are_of_the_inverse_weight():
     assert rejected_by("=null", "_threshold=0.1")[0] == "none"
 
 
+GIGPO = "algorithm.adv_estimator=gigpo"
+
+
+@pytest.mark.parametrize(
+    ("words", "advantage", "discount"),
+    [
+        ([GIGPO], "dr_grpo", 1.0),
+        ([GIGPO, "algorithm.gamma=0.95", "algorithm.gigpo.mode=mean_norm"], "dr_grpo", 0.95),
+        (
+            [
+                "algorithm.gigpo.mode=mean_std_norm",
+                GIGPO,
+                "algorithm.gigpo.step_advantage_w=1.0",
+                "algorithm.gigpo.enable_similarity=False",
+                "algorithm.gigpo.similarity_thresh=0.95",
+            ],
+            "grpo",
+            1.0,
+        ),
+    ],
+)
+def test_gigpo_of_verl_agent_is_credit_by_state(words, advantage, discount):
+    a = compose("train", words)[0].algorithm
+    assert (a.credit, a.advantage, a.discount) == ("state", advantage, discount)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            [GIGPO, "algorithm.gigpo.mode=norm"],
+            r"gigpo\.mode=norm: expected one of mean_norm, mean",
+        ),
+        ([GIGPO, "algorithm.gigpo.step_advantage_w=0.5"], r"step_advantage_w=0\.5: expected 1"),
+        ([GIGPO, "algorithm.gigpo.enable_similarity=true"], "states are equal or not"),
+        (["algorithm.adv_estimator=grpo", "algorithm.gamma=0.9"], r"discount=0\.9: expected 1, or"),
+        ([GIGPO, "algorithm.gamma=1.5"], r"discount=1\.5: expected a number in \[0, 1\]"),
+        ([GIGPO, "algorithm.lam=0.9"], "it is gae's"),
+    ],
+)
+def test_what_is_not_gigpos_is_one_error(words, message):
+    with pytest.raises(ShoalError, match=message):
+        compose("train", words)
+
+
+def test_gigpos_mode_without_gigpo_sets_nothing():
+    assert compose("train", ["algorithm.gigpo.mode=mean_norm"])[0].algorithm.advantage == "grpo"
+    words = ["algorithm.adv_estimator=rloo", "algorithm.gigpo.mode=mean_norm"]
+    assert compose("train", words)[0].algorithm.advantage == "rloo"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -316,6 +316,7 @@ NOT_SHOWN = {
     "trl max_staleness",
     "trl weights in flight",
     "verl staleness_threshold",
+    "verl gigpo",
     "torchrl scale",
     "sampler ratios",
     "maxtext reward",

@@ -83,6 +83,7 @@ FLAGS: list[Flag] = [
         actor_rollout_ref__model__tokenizer_path="model.tokenizer",
         actor_rollout_ref__model__custom_chat_template="model.template",
         algorithm__gdpo_reward_weights="reward.weights",
+        algorithm__gamma="algorithm.discount",
         trainer__total_training_steps="steps",
         trainer__project_name="report.wandb.project",
         trainer__experiment_name="run_name",
@@ -173,9 +174,15 @@ FLAGS: list[Flag] = [
     ),
     *_grouped(
         verl_readers.read_estimator,
-        "advantage whiten_over",
+        "advantage whiten_over credit",
         "of groups; there is no critic, so no gae",
         "algorithm.adv_estimator",
+    ),
+    *_grouped(
+        verl_readers.read_estimator,
+        "advantage",
+        "verl-agent's: mean_norm is dr_grpo, mean_std_norm grpo; counts for gigpo",
+        "algorithm.gigpo.mode",
     ),
     *_grouped(
         verl_readers.read_estimator,
@@ -440,9 +447,15 @@ FLAGS: list[Flag] = [
         names="async_training.use_dynamic_resource_scheduling",
     ),
     *only("prompts are asked for one by one", "1", names="data.gen_batch_size"),
-    *refused(
-        "rewards are not discounted", "algorithm.gamma", "algorithm.lam", accepts=("1.0", "1")
+    *refused("it is gae's", "algorithm.lam", accepts=("1.0", "1")),
+    *only(
+        "turns of equal states count as much as completions",
+        "1.0",
+        "1",
+        names="algorithm.gigpo.step_advantage_w",
     ),
+    *refused("states are equal or not", "algorithm.gigpo.enable_similarity"),
+    *idle("it counts with a setting that is refused", "algorithm.gigpo.similarity_thresh"),
     *refused("groups are never weighed by a preference", "algorithm.use_pf_ppo"),
     *refused(
         "model.lora.targets names the products that have an adapter", _MODEL + "exclude_modules"

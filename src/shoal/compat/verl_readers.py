@@ -148,20 +148,30 @@ _ESTIMATORS = {
     "gdpo": "gdpo",
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
+    "gigpo": "",  # which one is gigpo.mode's
 }
+_GIGPO_MODES = {"mean_norm": "dr_grpo", "mean_std_norm": "grpo"}
 
 
 def read_estimator(given: FlagTexts) -> KeyValues:
     """Converts the advantage estimator to algorithm.advantage and whiten_over. There is no critic,
     so gae is a ShoalError. Whether advantages are divided by the deviation matters only for grpo
     (without it dr_grpo); the others but rloo whiten over tokens. Division by the deviation is the
-    default: given alone, it sets grpo only if nothing else sets an estimator."""
+    default: given alone, it sets grpo only if nothing else sets an estimator. gigpo, of verl-agent,
+    also sets algorithm.credit, and divides if algorithm.gigpo.mode, which only it reads, says so
+    (by default not)."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
+    mode = "algorithm.gigpo.mode"
     if given.get(name) == "gae":
         raise ShoalError(
             f"{name}=gae: expected one of {', '.join(_ESTIMATORS)}; gae, verl's default, needs a "
             "critic"
         )
+    if given.get(name) == "gigpo":
+        advantage = value_of_option(mode, given.get(mode, "mean_norm"), _GIGPO_MODES)
+        return {"algorithm.advantage": advantage, "algorithm.credit": "state"}
+    if given.keys() == {mode}:
+        return {}
     advantage = value_of_option(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))
     if advantage == "grpo":

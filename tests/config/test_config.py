@@ -50,6 +50,7 @@ from shoal.job.resume import overrides_for_resume
 from shoal.records import ShoalError
 from shoal.rewards.loading import load_objects
 from shoal.text import _at_most, exact, likeness, nearest
+from shoal.trainer.own_advantage import load_advantage
 
 PACKAGE = Path(__file__).parents[2] / "src" / "shoal"
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
@@ -991,6 +992,7 @@ FIXED_MEANING = {
     "algorithm.kl_clamp_value",
     "algorithm.kl_sampler_coef",
     "algorithm.entropy_coef",
+    "algorithm.context_coef",
     "optimizer.weight_decay",
     "batch.prompts_per_device",
     "checkpoint.keep_best",
@@ -1026,6 +1028,34 @@ def test_nearest():
         # no name is passed over unseen
         for name in (*names, "", "SETPS", "x"):
             assert _at_most(word, name) >= likeness(word, name)
+
+
+def test_an_advantage_is_an_estimator_or_a_function():
+    key = keys_of(Config)["algorithm.advantage"]
+    assert key.type_text.startswith("grpo | dr_grpo | ")
+    assert key.type_text.endswith(" | file.py:function")
+    assert keys_of(Config)["algorithm.loss"].type_text.endswith(" | reinforce")
+    for text in ("rloo", "advantages.py:mine", "~/my folder/mine.py:f"):
+        assert compose("train", [f"algorithm.advantage={text}"])[0].algorithm.advantage == text
+    for text in ("mine", "advantages.py", "reward.py.f"):
+        with pytest.raises(ShoalError, match=r"expected one of grpo, .*, or `file\.py:function`$"):
+            compose("train", [f"algorithm.advantage={text}"])
+    with pytest.raises(
+        ShoalError, match=r"algorithm\.loss='f\.py:f': expected one of .* reinforce$"
+    ):
+        compose("train", ["algorithm.loss=f.py:f"])
+
+
+def test_an_advantage_is_a_function_from_python():
+    def mine(rewards):
+        return rewards
+
+    config, _, _ = from_overrides(Config, algorithm={"advantage": mine})
+    assert config.algorithm.advantage == "python:mine"
+    own = load_advantage(config.algorithm)
+    assert own is not None and own.function is mine and own.arguments == ("rewards",)
+    config, _, _ = from_overrides(Config, algorithm__advantage="rloo")
+    assert config.algorithm.advantage == "rloo"
 
 
 def test_sections_are_frozen():

@@ -75,6 +75,16 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
             ["sampling.slots_per_device=7", "train.pass_k=8"],
         ),
         ("algorithm.advantage=none", ["algorithm.advantage=none", "set teacher.path"]),
+        ("algorithm.advantage=ppo2", ["'ppo2'", "one of grpo, dr_grpo", "or `file.py:function`"]),
+        (
+            "algorithm.advantage=nowhere.py:f",
+            ["advantage function 'nowhere.py:f': there is no file nowhere.py"],
+        ),
+        (
+            "algorithm.advantage=nowhere.py:f algorithm.credit=state",
+            ["algorithm.advantage='nowhere.py:f'", "grpo or dr_grpo or rloo with algorithm.credit"],
+        ),
+        ("algorithm.context_coef=-1", ["algorithm.context_coef=-1", "0 or more"]),
         ("reward.overlong_buffer_tokens=13", ["reward.overlong_buffer_tokens=13", "(12)"]),
         (
             "batch.prompts_per_device=2 algorithm.num_minibatches=3",

@@ -4,6 +4,7 @@ environments do."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -176,6 +177,65 @@ def test_turns_are_paid_trained_on_stored_and_scored_again(tmp_path: Path) -> No
     again = score_again(StoredRun(folder), RewardSection(functions=(f"{scores}:paid",)), step=1)
     assert len(again["groups"]) == 2
     assert np.abs(again["groups"][0]["advantages"]).max() > 0
+
+
+OTHERS = """\
+from shoal.algorithm.advantage import by_turn, returns_to_go
+
+
+def others(rewards, valid, **more):
+    return by_turn(returns_to_go(rewards, 1.0), valid, divided=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_function_of_ones_own_is_the_run_of_what_it_computes(tmp_path: Path, capsys) -> None:
+    workshop = TurnWorkshop(tmp_path, source=PAYS)
+    file = tmp_path / "advantages.py"
+    file.write_text(OTHERS)
+    own = (BY_TURN[0], f"algorithm.advantage={file}:others", *BY_TURN[2:], "checkpoint.every=1")
+    folder = workshop.train("by function", *own)
+    assert_same_run(workshop.train("by name", *BY_TURN), folder, 2)
+    scores = tmp_path / "scores.py"
+    scores.write_text(
+        "def length(completions, **_): return [float(len(one)) for one in completions]"
+    )
+    section = RewardSection(functions=(f"{scores}:length",))
+    again = score_again(StoredRun(folder), section, step=1)
+    assert np.abs(again["groups"][0]["advantages"]).max() > 0
+    # The weights of the second step are learned again from the groups of the first.
+    for saved in (folder / "checkpoints").iterdir():
+        shutil.rmtree(saved)
+    replayed = replay(ReplayConfig(run=str(folder), step=2, group=0))
+    assert replayed["identical"] and replayed["weights"]["updates_retrained"] == 1
+    # One step, then the other with a file that is another one.
+    workshop.train("changed", *own, "steps=1")
+    file.write_text(OTHERS.replace("return by_turn", "return 2 * by_turn"))
+    capsys.readouterr()
+    changed = workshop.train("changed", *own)
+    assert "the file of advantage others, or one that it imports, has changed" in "".join(
+        capsys.readouterr()
+    )
+    first, second = (groups(folder, 2), groups(changed, 2))
+    for one, other in zip(first[0]["completions"], second[0]["completions"], strict=True):
+        assert other["turn_advantages"] == [2 * value for value in one["turn_advantages"]]
+
+
+@pytest.mark.slow
+def test_words_of_the_environment_are_learned(tmp_path: Path) -> None:
+    """By their cross-entropy alone, whose mean falls; without it nothing is learned."""
+    workshop = TurnWorkshop(tmp_path)
+    file = tmp_path / "advantages.py"
+    file.write_text("def zero(rewards, **others): return 0 * rewards\n")
+    words = (f"algorithm.advantage={file}:zero", "train.max_staleness=0", "optimizer.lr=0.01")
+    rows = metrics(workshop.train("learns", *words, "steps=6", "algorithm.context_coef=0.5"))
+    values = [row["context/nll"] for row in rows]
+    assert values[-1] < 0.8 * values[0], values
+    for row in rows:
+        assert row["loss"] == pytest.approx(0.5 * row["context/nll"], rel=1e-5)
+        assert row["objective"] == 0 and row["grad_norm"] > 0
+    for row in metrics(workshop.train("without", *words, "steps=2")):
+        assert row["loss"] == row["grad_norm"] == 0 and "context/nll" not in row
 
 
 @pytest.mark.slow

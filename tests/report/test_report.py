@@ -694,8 +694,8 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
         "== evaluation after step 1, 1 completion, about 0:01",
     ]
     assert (
-        "16 tokens sampled: 3 trained on, 3 in the KL, entropy or teacher term alone, 2 without an "
-        "advantage, 8 in evaluations"
+        "16 tokens sampled: 3 trained on, 3 in the KL, entropy, context or teacher term alone, 2 "
+        "without an advantage, 8 in evaluations"
     ) in lines
     assert "a question that was answered wrong before and right after:" in lines
     assert lines[-2:] == [

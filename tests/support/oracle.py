@@ -32,6 +32,8 @@ class Completion:
     advantage: float | np.ndarray  # of all tokens, or of each
     sampler_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0))  # float64[T]
     prompt: int = 0
+    # bool[T]: context that is learned, where `context_coef` says how much; None: none
+    context: np.ndarray | None = None
 
     @property
     def advantages(self) -> np.ndarray:
@@ -64,6 +66,7 @@ class Settings:
     rejection: str = "none"
     # of the ratio with k1; else the second is of the estimate
     rejection_bounds: tuple[float, float] = (0.5, 2.0)
+    context_coef: float = 0.0
 
 
 # ---- token losses
@@ -273,7 +276,19 @@ def loss(
         if s.entropy_coef and entropies is not None:
             value = value - s.entropy_coef * entropies[i] * kept.loss_mask
         per_token.append(value)
-    return aggregate(s.aggregation, per_token, completions, s.constant)
+    total = aggregate(s.aggregation, per_token, completions, s.constant)
+    if s.context_coef:
+        total = total + s.context_coef * context_cross_entropy(completions, lps)
+    return total
+
+
+def context_cross_entropy(completions: Sequence[Completion], lps: Sequence[np.ndarray]) -> float:
+    """The mean of -log p over all context that is learned, of all completions together."""
+    learned = []
+    for c, lp in zip(completions, lps, strict=True):
+        if c.context is not None:
+            learned += list(lp[c.context])
+    return -sum(learned) / max(len(learned), 1)
 
 
 def derivative(

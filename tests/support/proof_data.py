@@ -185,6 +185,7 @@ def objective(s: oracle.Settings, **changes: Any) -> Objective:
         kl_clamp_value=s.clamp_value,
         kl_weighted=s.weighted,
         entropy_coef=s.entropy_coef,
+        context_coef=s.context_coef,
         correction=s.correction,
         correction_level=s.level,
         correction_cap=s.cap,

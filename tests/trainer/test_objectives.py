@@ -313,6 +313,86 @@ def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
         }
 
 
+def with_context(group: Group, masks: list[list[int]], **changes: object) -> Group:
+    """The group with completions of which these tokens were sampled (1) or are context (0)."""
+    completions = []
+    for completion, mask in zip(group.completions, masks, strict=True):
+        size = len(mask)
+        completions.append(
+            replace(
+                completion,
+                token_ids=np.resize(completion.token_ids, size),
+                logprobs=np.resize(completion.logprobs, size),
+                loss_mask=np.array(mask, bool),
+                versions=np.zeros(size, np.int32),
+            )
+        )
+    return replace(group, completions=tuple(completions), **changes)  # type: ignore[arg-type]
+
+
+def context_weights(a: AlgorithmSection, made: list[Group], members: list[int]) -> dict:
+    """Completion -> the weights of its tokens, of the update of these groups."""
+    packed = updater(a)._pack(made, StepTable.of(made, a), np.array(members), None, None, None)
+    values = unpack(packed, [batch.arrays.weight for batch in packed])
+    return {key: of_completion.tolist() for key, of_completion in values.items()}
+
+
+def test_context_has_a_weight_of_one_over_its_number_in_an_update():
+    first, second, third = random_groups(SMALL, 3, 2, 4, 4)
+    made = [
+        # The second completion has no reward, and so no part, also not in the number.
+        with_context(
+            first,
+            [[1, 0, 0, 1], [1, 0, 1]],
+            rewards=np.array([1.0, np.nan]),
+            valid=np.array([True, False]),
+        ),
+        with_context(second, [[1, 0], [1, 1]], rewards=np.array([0.0, 1.0])),
+        with_context(third, [[0, 1], [0, 1]], rewards=np.array([0.0, 1.0])),
+    ]
+    a = AlgorithmSection(context_coef=0.1, num_minibatches=2)
+    got = context_weights(a, made, [0, 1])
+    of_sample = pytest.approx(1 / 5)  # of five sampled tokens, whatever context there is
+    of_context = pytest.approx(1 / 3)
+    assert got == {
+        (0, 0): [of_sample, of_context, of_context, of_sample],
+        (1, 0): [of_sample, of_context],
+        (1, 1): [of_sample, of_sample],
+    }
+    assert context_weights(a, made, [2])[2, 0] == [0.5, 0.5]
+    without = context_weights(replace(a, context_coef=0.0), made, [0, 1])
+    # The first group has one reward and so no advantage: it is computed for its context alone.
+    assert without == {(1, 0): [of_sample, 0.0], (1, 1): [of_sample, of_sample]}
+    cut = replace(made[1].completions[0], stop_reason=StopReason.LENGTH)
+    made[1] = replace(made[1], completions=(cut, made[1].completions[1]))
+    masked = context_weights(replace(a, mask_truncated=True), made, [0, 1])
+    assert masked[1, 0] == [0.0, 0.0] and masked[0, 0][1] == 0.5
+
+
+def test_without_context_there_are_no_weights_of_it():
+    made = random_groups(SMALL, 2, 2, 4, 4)
+    plain = context_weights(AlgorithmSection(entropy_coef=0.1), made, [0, 1])
+    assert plain == context_weights(
+        AlgorithmSection(entropy_coef=0.1, context_coef=0.1), made, [0, 1]
+    )
+
+
+def test_context_is_predicted_over_the_whole_vocabulary():
+    [group] = random_groups(SMALL, 1, 2, 4, 4)
+    group = with_context(group, [[1, 0, 1], [1, 1]])
+    completions = []
+    for completion in group.completions:
+        # A sampler records zeros at tokens that it did not choose.
+        support_ids = np.zeros((len(completion), 2), np.int32)
+        support_ids[completion.loss_mask] = [5, -1]
+        completions.append(replace(completion, extra={"support_ids": support_ids}))
+    made = [replace(group, completions=tuple(completions))]
+    ones = np.ones((1, 2))
+    (batch,) = pack(made, [0], ones, ones, [whole(made)], 1.0, max_support=3)
+    got = unpack([batch], [batch.arrays.support_ids])
+    np.testing.assert_array_equal(got[0, 0], [[5, -1, -1], [-1, -1, -1], [5, -1, -1]])
+
+
 def test_the_overlong_penalty_by_hand():
     told = overlong_punishment(100, 20)(completion_ids=[[0] * n for n in (1, 80, 85, 99, 100, 120)])
     np.testing.assert_allclose(told, [0, 0, -0.25, -0.95, -1, -1])

@@ -89,6 +89,15 @@ CASES = {
         correction_floor=0.9,
         num_epochs=2,
     ),
+    "context": AlgorithmSection(
+        context_coef=0.5,
+        clip_low=0.02,
+        clip_high=0.02,
+        aggregation="seq-mean-token-sum",
+        mask_truncated=True,
+        num_epochs=2,
+        num_minibatches=2,
+    ),
     "several rewards": AlgorithmSection(
         advantage="gdpo",
         loss="gmpo",
@@ -273,6 +282,7 @@ def settings(a: AlgorithmSection) -> oracle.Settings:
         a.correction_floor,
         a.rejection,
         (a.rejection_floor, a.rejection_cap),
+        a.context_coef,
     )
 
 
@@ -337,7 +347,8 @@ def expected(
             )
         else:
             teacher_bonus = 0.0
-        loss_mask = c.loss_mask & (not (a.mask_truncated and c.stop_reason == StopReason.LENGTH))
+        has_loss = not (a.mask_truncated and c.stop_reason == StopReason.LENGTH)
+        loss_mask = c.loss_mask & has_loss
         before = old_logprobs[p, g].astype(np.float64) if several else lp[p, g]
         keys.append((p, g))
         completions.append(
@@ -349,6 +360,7 @@ def expected(
                 advantage[p][g] + teacher_bonus,
                 c.logprobs.astype(np.float64),
                 p,
+                ~c.loss_mask & has_loss,
             )
         )
     s, entropies = settings(a), [entropy[key] for key in keys]
@@ -380,7 +392,8 @@ def assert_equals_oracle(
         for m in updater._minibatches(P, 0, epoch):
             members.append(m)
     assert len(done) == len(members) == a.num_epochs * a.num_minibatches
-    completions, totals = [], {name: [] for name in ("tokens", "entropy", "kl", "clip/fraction")}
+    names = ("tokens", "entropy", "kl", "clip/fraction", "context", "context tokens")
+    completions, totals = [], {name: [] for name in names}
     for update, chosen in zip(done, members, strict=True):
         loss, gradient, completions, entropies = expected(
             a, update.parameters, [int(m) for m in chosen], teacher
@@ -393,6 +406,8 @@ def assert_equals_oracle(
                 oracle.token_kls(replace(settings(a), weighted=False), c, c.lp).sum()
             )
             totals["clip/fraction"].append(sum(oracle.clipped_tokens(settings(a), c)))
+            totals["context"].append(-c.lp[c.context].sum())
+            totals["context tokens"].append(c.context.sum())
         assert update.loss == pytest.approx(loss, rel=1e-4, abs=2e-6)
         assert max(float(np.abs(x).max()) for x in jax.tree.leaves(gradient)) > 1e-4
         for ours, theirs in zip(
@@ -403,6 +418,12 @@ def assert_equals_oracle(
     assert clipped > 0 or len(done) == 1  # the last update is off-policy enough to reach the bounds
     if needs_all_groups(a, teacher):
         tokens, metrics = sum(totals.pop("tokens")), outcome.metrics.result()
+        context, num_context = sum(totals.pop("context")), sum(totals.pop("context tokens"))
+        assert num_context > 10
+        if a.context_coef:
+            assert metrics["context/nll"] == pytest.approx(context / num_context, rel=1e-4)
+        else:
+            assert "context/nll" not in metrics
         assert a.rejection == "none" or 0 < metrics["correction/rejected"] < 1
         for name in (
             totals if a.kl_coef and a.kl_placement == "loss" else ("entropy", "clip/fraction")

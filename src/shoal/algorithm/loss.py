@@ -8,6 +8,7 @@ differentiable functions.
     mask        = tokens that are not too far from the sampler      kept_tokens
     token loss  = w x policy loss + kl_coef x KL(lp, ref) - entropy_coef x entropy
                   + kl_sampler_coef x k3(lp, sampler)
+                  of context (what tools and environments said): -context_coef x lp
     loss        = sum(weight x token loss)                          weights of a whole update:
                                                                     `aggregation`
     objective   = sum(weight x w x policy loss)                     a metric: the loss without KL
@@ -20,8 +21,9 @@ lp itself without gradient: every ratio is 1, and clipping never acts.
 
 Arrays are [R, T], in nats: rows of prompts and completions. `mask` is True at tokens that the model
 sampled; `segment` numbers the prompts and completions within a row from 1, 0 is padding. Where the
-mask is False, every term and its gradient are exactly 0, whatever the inputs hold. Where it is
-True, nothing is guarded: a log-prob that is not finite shows in the loss.
+mask is False, every term and its gradient are exactly 0, whatever the inputs hold; only context
+with a weight has its cross-entropy, with `context_coef`. Where it is True, nothing is guarded: a
+log-prob that is not finite shows in the loss.
 
 Policy losses, KL estimators and corrections have rows in `shoal.config.choices`.
 """
@@ -70,6 +72,7 @@ class Objective:
     # True: the loss has each token's KL times the policy's ratio; the metric has it without
     kl_weighted: bool = False
     entropy_coef: float = 0.0
+    context_coef: float = 0.0  # of the cross-entropy of tokens that the model did not sample
     correction: Callable[..., Any] | None = None
     # "token", "sequence" or "geometric", see `correction_weights`
     correction_level: str = "token"
@@ -104,7 +107,8 @@ def token_losses(
     `weight` is each token's weight in the sum over an update (`aggregation`): of what is returned,
     only the metric `objective` is multiplied by it. Tokens of weight 0 (with `mask_truncated` those
     of truncated completions) count only in the metrics of the difference between sampler and
-    trainer; completions without a reward are not in a batch at all.
+    trainer; completions without a reward are not in a batch at all. Outside `loss_mask` only
+    context that is learned has a weight.
     """
     # The mask is needed besides the weight 0, because a NaN of a masked token would survive the
     # product with 0.
@@ -177,6 +181,13 @@ def token_losses(
         token_loss += o.kl_sampler_coef * kl
     if o.entropy_coef:
         token_loss -= o.entropy_coef * jnp.where(mask, entropy, 0.0)
+    if o.context_coef:
+        # The environment's words, learned as in pre-training: ECHO, arXiv 2605.24517.
+        context = ~loss_mask & (weight > 0)
+        nll = -jnp.where(context, lp, 0.0)
+        num_context = context.sum(dtype=jnp.float32)
+        sums["context/nll"] = (jax.lax.stop_gradient(nll).sum(), num_context)
+        token_loss += o.context_coef * nll
     gap_sums, gap_maxima = sampler_gap(old_logprobs, sampler_logprobs, loss_mask)
     return token_loss, sums | gap_sums, gap_maxima
 

@@ -18,6 +18,7 @@ from shoal.config.choices import (
     KL_ESTIMATORS,
     POLICY_LOSSES,
     RATIO_BOUNDS,
+    advantage_of,
 )
 from shoal.config.derived import max_support, num_updates, oldest_samples, step_text
 from shoal.config.key import get_value, keys_of, shown
@@ -147,7 +148,7 @@ def check_trainable(config: Config) -> None:
             "are ignored; set algorithm.kl_placement=loss",
         ),
         (
-            kl_in_reward and ADVANTAGES[a.advantage].by_function,
+            kl_in_reward and advantage_of(a.advantage).by_function,
             "algorithm.kl_placement",
             f"algorithm.kl_placement=reward with {advantage}: each reward function is divided by "
             "its own deviation, so algorithm.kl_coef would cancel; set algorithm.kl_placement=loss",
@@ -308,7 +309,7 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
             "every weight below the 1 that it starts from; 5 is usual",
         ),
         (
-            ADVANTAGES[a.advantage].of_positive and below_zero,
+            advantage_of(a.advantage).of_positive and below_zero,
             "algorithm.advantage",
             f"algorithm.advantage={a.advantage} is for rewards of 0 or more: a group with one "
             "below 0 (a penalty, a KL term, a weight below 0) has no effect",

@@ -263,6 +263,7 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
             learner=job.learner,
             parameters=parameters,
             prompts=first_prompts,
+            own_advantage=job.own_advantage,
         )
     return None
 

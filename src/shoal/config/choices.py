@@ -117,7 +117,18 @@ ADVANTAGES: dict[str, Advantage] = {
     "none": Advantage(f"{_ADVANTAGE}:none", uses_rewards=False),
     "sft": Advantage(f"{_ADVANTAGE}:sft", uses_rewards=False, of_data=True),
 }
-"""The values of `algorithm.advantage`."""
+"""The values of `algorithm.advantage` that are estimators of Shoal's own."""
+
+OWN_ADVANTAGE = Advantage("")
+"""The row of a user's function, `file.py:function` in place of an estimator's name. It is loaded by
+`shoal.trainer.own_advantage`."""
+
+
+def advantage_of(name: str) -> Advantage:
+    """Returns the row of a value of `algorithm.advantage`: that of the estimator, or OWN_ADVANTAGE
+    for the name of a function."""
+    return OWN_ADVANTAGE if ":" in name else ADVANTAGES[name]
+
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "grpo": PolicyLoss(f"{_LOSS}:clipped", _CLIP),

@@ -43,9 +43,9 @@ Condition = Literal["data is read", "a prompt is too long"]
 files and does not generate them, or if a prompt has more tokens than
 `sampling.max_prompt_tokens`."""
 
-NamesCode = Literal["", "rewards", "environment"]
-"""What the functions or classes that a key names make: rewards of completions, or the environment
-of rollouts, with its tools. Empty for a key that names none."""
+NamesCode = Literal["", "rewards", "environment", "advantage"]
+"""What the functions or classes that a key names make: rewards of completions, the environment of
+rollouts with its tools, or advantages. Empty for a key that names none."""
 
 T = TypeVar("T")
 
@@ -127,12 +127,18 @@ class Key:
     @property
     def type_text(self) -> str:
         """Returns the key's type in a user's words, like `integer` or `a | b`."""
-        return type_text(self.type)
+        text = type_text(self.type)
+        if self.choices and self.names_code:
+            text += f" | {FUNCTION_FORM}"
+        return text
 
     @property
     def is_list(self) -> bool:
         return get_origin(self.type) is tuple
 
+
+FUNCTION_FORM = "file.py:function"
+"""How a function in a file is named."""
 
 _TYPE_TEXT = {str: "text", int: "integer", float: "number", bool: "true | false"}
 
@@ -369,10 +375,16 @@ def _convert_scalar(key: Key, value_type: Any, value: Any) -> Any:
     is accepted."""
     choices = choices_of(value_type)
     if choices:
-        if isinstance(value, str) and value in choices:
-            return value
+        if isinstance(value, str):
+            # Whether there is such a function is known where it is loaded.
+            names_function = key.names_code and ":" in value
+            if value in choices or names_function:
+                return value
         # A choice that is '' is not listed.
-        raise _wrong_type(key, value, f"one of {', '.join(filter(None, choices))}")
+        wanted = f"one of {', '.join(filter(None, choices))}"
+        if key.names_code:
+            wanted += f", or `{FUNCTION_FORM}`"
+        raise _wrong_type(key, value, wanted)
     try:
         converted = _CONVERTERS[value_type](value)
         if value_type is float and not math.isfinite(converted):

@@ -36,7 +36,7 @@ def read_keywords(
             value = split_list(key, value)
         if key and key.names_code == "rewards":
             value, functions = _take_callables(value)
-        if key and key.names_code == "environment":
+        if key and key.names_code in ("environment", "advantage"):
             if isinstance(value, list | tuple):
                 value = [register_object(item) for item in value]
             else:

@@ -22,6 +22,7 @@ from shoal.workers.process import num_cores
 
 if TYPE_CHECKING:
     from shoal.tasks.task import Task
+    from shoal.trainer.own_advantage import OwnAdvantage
     from shoal.trainer.scorers import ModelScorer
 
 MOST_ROWS = 50_000
@@ -35,21 +36,26 @@ def fingerprint(
     reference: ModelScorer | None = None,
     teacher: ModelScorer | None = None,
     base: Params | None = None,
+    own_advantage: OwnAdvantage | None = None,
 ) -> dict[str, Any]:
     """Returns what a run's numbers depend on besides its configuration, as a dict that JSON can
-    hold: the machine, a digest of the data, digests of the reward functions, tools and
-    environments, and checksums of the weights that training does not change (`reference`,
-    `teacher`; `base`: the weights under an adapter, with `base_types`). The keys are `machine`,
-    `data`, `rewards` (function -> digest) and, for models that are given, `base`, `base_types`,
-    `reference` and `teacher`. Checksums of models that are not given are left out."""
+    hold: the machine, a digest of the data, digests of the reward functions, tools, environments
+    and the user's advantage function, and checksums of the weights that training does not change
+    (`reference`, `teacher`; `base`: the weights under an adapter, with `base_types`). The keys are
+    `machine`, `data`, `rewards` (function -> digest) and, for models that are given, `base`,
+    `base_types`, `reference` and `teacher`. Checksums of models that are not given are left
+    out."""
     from shoal.weights.checksum import types_text, weights_text
 
-    # Functions that score answers, and tools and environments, which answer the model.
+    # Functions that score answers; tools and environments, which answer the model; advantages.
     functions = list(task.rewards)
     for tool in task.tools:
         functions.append(RewardFunction(f"tool {name_of(tool)}", tool))
     for name, environment in task.environments.items():
         functions.append(RewardFunction(f"environment {name}", environment))
+    if own_advantage is not None:
+        name = f"advantage {own_advantage.name}"
+        functions.append(RewardFunction(name, own_advantage.function))
     facts: dict[str, Any] = {
         "machine": machine(),
         "data": data_digest(task, seed),
@@ -183,8 +189,9 @@ def _local_imports(file: Path) -> list[Path]:
 def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
     """Compares the fingerprint of a checkpoint, `saved`, with that of this process, `now`. Raises
     ShoalError if the data, the frozen weights, the reference or the teacher differ; warns if the
-    machine or the files of reward functions, tools or environments do, or if weights cannot be
-    compared. Models and functions that only one of the two has are not compared."""
+    machine or the files of reward functions, tools, environments or an advantage function do, or if
+    weights cannot be compared. Models and functions that only one of the two has are not
+    compared."""
     from shoal.weights.checksum import same_weights
 
     if saved["data"] != now["data"]:
@@ -235,6 +242,6 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
     for names in files.values():
         console.warning(
             f"the file of {' and '.join(names)}, or one that it imports, has changed since the "
-            "checkpoint was saved: if they judge or answer otherwise now, rewards before and after "
+            "checkpoint was saved: if they judge or answer otherwise now, figures before and after "
             "it cannot be compared"
         )

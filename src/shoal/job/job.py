@@ -124,6 +124,7 @@ from shoal.tasks.task import OWN_DATA, Task
 from shoal.text import gib
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loss import make_objective
+from shoal.trainer.own_advantage import OwnAdvantage, load_advantage
 from shoal.trainer.prompts import PromptStream, TokenizedExample
 from shoal.trainer.scorers import ModelScorer, find_teacher
 from shoal.trainer.step import Learner
@@ -367,6 +368,13 @@ class Job(StagedJob):
         steps = (self.requested.steps,) if self.trains else ()
         pool = RewardPool(self.reward_functions, self.requested.reward, *steps)
         return self.stack.enter_context(closing(pool))
+
+    @stage("reward", "algorithm.advantage", commands=TRAIN_OR_DOCTOR)
+    def own_advantage(self) -> OwnAdvantage | None:
+        """Loads and returns the user's function that `algorithm.advantage` names; None if that is
+        an estimator of Shoal's. ShoalError if there is no such function, or if it requires another
+        argument than there are."""
+        return load_advantage(self.requested.algorithm)
 
     # ---- other processes and machines, which must be known before JAX looks for devices
 
@@ -1147,6 +1155,7 @@ class Job(StagedJob):
             longest=longest_sequence(c),
             max_support=max_support(c),
             replays_routes=replays_routes(c),
+            own_advantage=self.own_advantage,
         )
 
     def load_weights(self, model_source: ModelSource | None = None) -> Params:

@@ -44,6 +44,7 @@ from shoal.tasks.generated import LazyRows
 from shoal.tasks.splits import evaluating
 from shoal.tasks.task import Task
 from shoal.text import count
+from shoal.trainer.own_advantage import OwnAdvantage, load_advantage
 from shoal.trainer.step_table import StepTable
 
 NUM_SHOWN = 5
@@ -72,11 +73,15 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
         for model in reward_models(functions):
             model.date = read_date(run.path / MODEL_FOLDER)
     steps = []
+    own_advantages: dict[str, OwnAdvantage | None] = {}  # by `algorithm.advantage`
     with closing(RewardPool(functions, reward, run.config.steps)) as pool:
         for number in chosen:
             # Steps of files count from 1, those of `config_at` from 0.
             algorithm = run.config_at(number - 1).algorithm
-            steps.append(rescore_step(number, files[number], pool, algorithm))
+            if algorithm.advantage not in own_advantages:
+                own_advantages[algorithm.advantage] = load_advantage(algorithm)
+            own_advantage = own_advantages[algorithm.advantage]
+            steps.append(rescore_step(number, files[number], pool, algorithm, own_advantage))
     old_rewards = []
     new_rewards = []
     old_signal = new_signal = 0
@@ -175,12 +180,17 @@ class RescoredStep:
 
 
 def rescore_step(
-    step: int, file: Path, pool: RewardPool, algorithm: AlgorithmSection
+    step: int,
+    file: Path,
+    pool: RewardPool,
+    algorithm: AlgorithmSection,
+    own_advantage: OwnAdvantage | None = None,
 ) -> RescoredStep:
     """Scores the groups in a step's file and returns them with their stored and new scores. `step`:
     its number in the file's name, from 1. The functions are called for a group at a time, in order,
-    as in a run. `algorithm`: the settings by which advantages are computed. Waits until all are
-    scored; the pool stays open."""
+    as in a run. `algorithm`: the settings by which advantages are computed; `own_advantage`: the
+    user's function that they name, None if they name none. Waits until all are scored; the pool
+    stays open."""
     stored = read_file(file)
     groups = [entry.group for entry in stored]
     started = time.perf_counter()
@@ -229,8 +239,8 @@ def rescore_step(
                 turn_rewards=tuple(scores.turn_rewards[0]) if scores.turn_rewards else (),
             )
         )
-    old = StepTable.of(groups, algorithm)
-    new = StepTable.of(rescored, algorithm)
+    old = StepTable.of(groups, algorithm, own_advantage=own_advantage)
+    new = StepTable.of(rescored, algorithm, own_advantage=own_advantage)
     old_advantages = []
     not_stored = 0
     for number, entry in enumerate(stored):

@@ -42,6 +42,7 @@ from shoal.sampler.scheduler import prompt_bucket
 from shoal.tasks.task import Task
 from shoal.text import seconds_text
 from shoal.trainer.batch import Shape, pack, unpack
+from shoal.trainer.own_advantage import OwnAdvantage
 from shoal.trainer.prompts import TokenizedExample
 from shoal.trainer.schedule import schedule_of, step_seconds
 from shoal.trainer.step import Learner
@@ -184,12 +185,15 @@ def try_step(
     learner: Learner,
     parameters: Params,
     prompts: Sequence[TokenizedExample],
+    own_advantage: OwnAdvantage | None = None,
 ) -> StepTrial:
     """Tries the run's first step: samples a group of `batch.group_size` completions for each of
     `prompts`, up to as many as the engine holds at once and for at most SAMPLING_SECONDS, scores
     them, and computes the gradients of up to NUM_MICRO_BATCHES micro-batches. Returns what was
-    measured; the updated weights are discarded. Side effects: `engine` and `learner` get programs
-    that measure their compilation (`TimedProgram`), and the engine's caches are freed."""
+    measured; the updated weights are discarded. `own_advantage`: the user's function that
+    `algorithm.advantage` names; None if that is an estimator. Side effects: `engine` and `learner`
+    get programs that measure their compilation (`TimedProgram`), and the engine's caches are
+    freed."""
     programs: dict[str, TimedProgram] = {}
     for owner in (engine, learner):
         timed = {name: TimedProgram(function) for name, function in owner.programs.items()}
@@ -250,7 +254,8 @@ def try_step(
         programs=programs,
         shape=shape,
     )
-    _update(trial, config, learner, parameters)
+    table = StepTable.of(groups, config.algorithm, own_advantage=own_advantage)
+    _update(trial, table, config, learner, parameters)
     load_orbax()  # a run loads this library for its checkpoints, so its memory counts
     trial.process_bytes, trial.worker_bytes = process_bytes(), children_bytes()
     return trial
@@ -279,13 +284,14 @@ def _sample(
     return completions, seconds
 
 
-def _update(trial: StepTrial, config: Config, learner: Learner, parameters: Params) -> None:
+def _update(
+    trial: StepTrial, table: StepTable, config: Config, learner: Learner, parameters: Params
+) -> None:
     """Computes the gradients of up to NUM_MICRO_BATCHES micro-batches of the trial's groups (of
     all, also those whose rewards do not differ), applies them, and writes into `trial` their number
     in a pass over all groups, the times, how the trainer's log-probs differ from the sampler's, the
     entropy, and whether the update was skipped. A single micro-batch is computed twice, because the
-    first time compiles. The new weights are discarded."""
-    table = StepTable.of(trial.groups, config.algorithm)
+    first time compiles. The new weights are discarded. `table`: that of the trial's groups."""
     # Completions whose reward is invalid are included, because their log-probs can be compared too.
     groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]
     valid = np.ones_like(table.valid)

@@ -193,8 +193,15 @@ def weights_to_train(job: Job, models: LoadedModels) -> Params:
 def checked_facts(job: Job, models: LoadedModels) -> dict[str, Any]:
     """Returns what the run's numbers depend on besides its configuration: machine, data, functions
     and frozen weights (`fingerprint`). ShoalError if the processes of the run have different data,
-    reward functions, tools or environments."""
-    facts = fingerprint(job.task, job.config.seed, models.reference, models.teacher, models.frozen)
+    reward functions, tools, environments or advantage functions."""
+    facts = fingerprint(
+        task=job.task,
+        seed=job.config.seed,
+        reference=models.reference,
+        teacher=models.teacher,
+        base=models.frozen,
+        own_advantage=job.own_advantage,
+    )
     check_same(job.world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
     return facts
 
@@ -348,6 +355,7 @@ def resume_command(folder: Path, config: Config, processes: int) -> str:
     environment = config.environment
     object_names = [*config.reward.functions, *environment.tools]
     object_names += [environment.factory, environment.rollout, environment.agent]
+    object_names.append(config.algorithm.advantage)
     has_python_objects = any(name.startswith(FROM_PYTHON) for name in object_names)
     if config.task.name == ROWS or has_python_objects:
         command = f'shoal.train(resume="{where}", ...), with its task and reward'

@@ -521,8 +521,8 @@ def token_account(counts: Mapping[str, int]) -> dict[str, int]:
     it.
 
     trained: of groups with an advantage, in an update
-    other_terms: of groups whose advantages are all 0, in an update because of a KL, entropy or
-        teacher term
+    other_terms: of groups whose advantages are all 0, in an update because of a KL, entropy,
+        context or teacher term
     no_gradient: of the step's groups, but in no update
     discarded: of groups that dynamic sampling replaced
     evaluated: in evaluations

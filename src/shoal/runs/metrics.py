@@ -91,6 +91,8 @@ kl | nats | mean | KL divergence from the reference by the configured estimator,
 teacher/kl | nats | mean | reverse KL divergence from the teacher: log-prob of the policy minus \
 the teacher's
 entropy | nats | mean | entropy of the next-token distribution, over trained tokens
+context/nll | nats | mean | minus log-prob of what tools and environments said \
+(algorithm.context_coef), over these tokens
 clip/fraction | share | mean | trained tokens for which the clipped term is active (cispo: whose \
 weight is bounded)
 clip/low | share | mean | of these, at the lower bound (grpo: ratio below 1 - clip_low, negative \

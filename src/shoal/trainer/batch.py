@@ -45,10 +45,11 @@ class LearnerBatch:
     # counted from 1
     segment: Any
     prompt: Any  # int32[R, T]: the segment of its prompt; for a prompt's token its own segment
-    # bool[R, T]: True if the model sampled the token; only such tokens have loss, KL and entropy
+    # bool[R, T]: True if the model sampled the token; only such tokens have an advantage, KL and
+    # entropy
     loss_mask: Any
     # float32[R, T]: factor of the token's loss, which includes aggregation and denominator of the
-    # whole update
+    # whole update; of context above 0 only if it is learned (algorithm.context_coef)
     weight: Any
     advantage: Any  # float32[R, T]
     sampler_logprobs: Any  # float32[R, T]: log-probs by the sampler
@@ -266,12 +267,14 @@ def pack(
     teacher_bonus: TokenValues | None = None,
     max_support: int = 0,
     route_shape: tuple[int, int] | None = None,
+    context_weights: np.ndarray | None = None,
 ) -> list[MicroBatch]:
     """Packs the groups numbered in `include`, from 0, into micro-batches of `shapes`, which come
     largest first, and returns these.
 
     `advantages` and `weights` are [P, G], one number for all tokens of a completion, or [P, G, K],
-    one for each of its turns.
+    one for each of its turns. `context_weights` [P, G] are the weights of tokens that the model did
+    not sample; None: they have none.
     Completions that are not valid, or have no tokens, are left out. `old_logprobs` and
     `ref_logprobs` are 0 if they are None. `teacher_bonus` is added to the advantage of each token.
     `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all.
@@ -330,6 +333,8 @@ def pack(
             arrays.sampler_logprobs[slots] = completion.logprobs[tokens]
             weight = _by_token(weights[completion_key], completion, tokens)
             arrays.weight[slots] = weight * loss_mask
+            if context_weights is not None:
+                arrays.weight[slots] += context_weights[completion_key] * ~loss_mask
             arrays.advantage[slots] = _by_token(advantages[completion_key], completion, tokens)
             if old_logprobs:
                 arrays.old_logprobs[slots] += old_logprobs[completion_key][tokens]
@@ -338,9 +343,10 @@ def pack(
             if teacher_bonus:
                 arrays.advantage[slots] += teacher_bonus[completion_key][tokens]
             # The set that the sampler recorded, not one recomputed from newer weights, which may
-            # leave the sampled token out.
+            # leave the sampled token out. Context was chosen from no set.
             if arrays.support_ids is not None:
                 support_ids = completion.extra["support_ids"][tokens]
+                support_ids = np.where(loss_mask[:, None], support_ids, -1)
                 row, columns = slots
                 arrays.support_ids[row, columns, : support_ids.shape[1]] = support_ids
             if route_shape:

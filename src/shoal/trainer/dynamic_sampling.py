@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shoal.algorithm.advantage import has_variance
-from shoal.config.choices import ADVANTAGES
+from shoal.config.choices import advantage_of
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.records import Group
 from shoal.rewards.scores import weighted_sum
@@ -85,7 +85,7 @@ def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
     # Without the penalty the reward is added up again from the other functions.
     reward = weighted_sum(weights, values) if left_out else group.rewards
     compared = [reward]
-    if ADVANTAGES[a.advantage].by_function:
+    if advantage_of(a.advantage).by_function:
         for weight, of_function in zip(weights, values, strict=True):
             if weight:
                 compared.append(of_function)

@@ -50,6 +50,7 @@ def make_objective(a: AlgorithmSection) -> Objective:
         kl_clamps=(a.kl_clamp_input, a.kl_clamp_value),
         kl_weighted=a.kl_weighted,
         entropy_coef=a.entropy_coef,
+        context_coef=a.context_coef,
         correction=correction.load() if correction.function else None,
         learns_from_data=a.learns_from_data,
         correction_level=a.correction_level,

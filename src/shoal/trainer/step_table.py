@@ -13,6 +13,7 @@ from shoal.algorithm.advantage import by_state, by_turn, nonzero_std, returns_to
 from shoal.config.choices import ADVANTAGES
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.records import Completion, Group, StopReason
+from shoal.trainer.own_advantage import OwnAdvantage
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class StepTable:
     rewards: np.ndarray
     valid: np.ndarray
     lengths: np.ndarray  # number of tokens that the model sampled
+    context_lengths: np.ndarray  # number of the others, which tools and environments said
     truncated: np.ndarray  # True if the completion reached the limit
     advantages: np.ndarray  # with credit by turn [P, G, K], for at most K turns
     nonzero_std: np.ndarray  # [P]
@@ -51,26 +53,40 @@ class StepTable:
 
     @classmethod
     def of(
-        cls, groups: Sequence[Group], a: AlgorithmSection, penalty: np.ndarray | None = None
+        cls,
+        groups: Sequence[Group],
+        a: AlgorithmSection,
+        penalty: np.ndarray | None = None,
+        own_advantage: OwnAdvantage | None = None,
     ) -> StepTable:
         """Makes the table of a step's groups, advantages included. `penalty[P, G]` is subtracted
         from the rewards before they become advantages; `gdpo` ignores it, since it reads the reward
-        functions' own values. There must be at least one group."""
+        functions' own values. `own_advantage` is the function that `algorithm.advantage` names;
+        None if that is an estimator. There must be at least one group. ShoalError if the function
+        fails."""
         rewards = np.stack([group.rewards for group in groups])
         valid = np.stack([group.valid for group in groups])
         components = [group.reward_components for group in groups]
         lengths = np.zeros(rewards.shape, np.int64)
+        context_lengths = np.zeros(rewards.shape, np.int64)
         truncated = np.zeros(rewards.shape, bool)
         for row, group in enumerate(groups):
             for column, completion in enumerate(group.completions):
-                lengths[row, column] = completion.loss_mask.sum()
+                lengths[row, column] = completion.num_sampled
+                context_lengths[row, column] = len(completion) - completion.num_sampled
                 truncated[row, column] = completion.stop_reason == StopReason.LENGTH
         weights = groups[0].reward_weights
         penalised = rewards
         if penalty is not None:
             penalised = rewards - penalty
-        turns = None
-        if a.credit == "completion":
+        turns = None if a.credit == "completion" else TurnTable.of(groups, penalty)
+        if own_advantage is not None:
+            named = {name: np.stack([group[name] for group in components]) for name in weights}
+            if turns is None:
+                advantages = own_advantage(groups, penalised, valid, lengths, named)
+            else:
+                advantages = own_advantage(groups, turns.rewards, turns.turns, turns.lengths, named)
+        elif turns is None:
             advantages = step_advantages(
                 a=a,
                 rewards=penalised,
@@ -80,10 +96,18 @@ class StepTable:
                 weights=weights,
             )
         else:
-            turns = TurnTable.of(groups, penalty)
             advantages = turn_advantages(a, penalised, valid, turns)
         different = nonzero_std(rewards, valid)
-        return cls(rewards, valid, lengths, truncated, advantages, different, turns)
+        return cls(
+            rewards=rewards,
+            valid=valid,
+            lengths=lengths,
+            context_lengths=context_lengths,
+            truncated=truncated,
+            advantages=advantages,
+            nonzero_std=different,
+            turns=turns,
+        )
 
 
 @dataclass(frozen=True)

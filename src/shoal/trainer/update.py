@@ -26,6 +26,7 @@ from shoal.runs.metrics import MetricSet
 from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
 from shoal.trainer.loss import LOAD, REROUTED, make_objective
+from shoal.trainer.own_advantage import OwnAdvantage
 from shoal.trainer.scorers import ParameterScorer
 from shoal.trainer.step import Learner, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
@@ -41,9 +42,10 @@ newest checkpoint."""
 
 
 def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
-    """True if a KL, entropy or teacher term gives a gradient even to groups whose advantages are
-    all 0."""
-    return a.kl_coef > 0 or a.kl_sampler_coef > 0 or a.entropy_coef > 0 or has_teacher
+    """True if a KL, entropy, context or teacher term gives a gradient even to groups whose
+    advantages are all 0."""
+    coefficients = (a.kl_coef, a.kl_sampler_coef, a.entropy_coef, a.context_coef)
+    return has_teacher or max(coefficients) > 0
 
 
 def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
@@ -109,8 +111,9 @@ class Updater:
 
     `reference` scores tokens for the KL term; None if there is no such term. `teacher` gives
     on-policy distillation: its log-prob minus the policy's, times `teacher_coef`, is added to each
-    token's advantage. `max_tokens` is the length of the longest completion, `longest` that of the
-    longest prompt with the longest completion, `max_support` the K of `pack`. With
+    token's advantage. `own_advantage` is the user's function that `algorithm.advantage` names; None
+    if that is an estimator. `max_tokens` is the length of the longest completion, `longest` that of
+    the longest prompt with the longest completion, `max_support` the K of `pack`. With
     `replays_routes` the policy sends tokens to the experts that the sampler sent them to; other
     models choose experts of their own.
     """
@@ -127,6 +130,7 @@ class Updater:
     longest: int = 0
     max_support: int = 0
     replays_routes: bool = False
+    own_advantage: OwnAdvantage | None = None
     stop: StopSignal = field(default_factory=StopSignal)
 
     def update(
@@ -139,13 +143,13 @@ class Updater:
         started = time.perf_counter()
         first_state = state
         metrics = MetricSet()
-        table = StepTable.of(groups, self.algorithm)
+        table = StepTable.of(groups, self.algorithm, own_advantage=self.own_advantage)
         precomputed = self._precompute(state, groups, table)
         # A KL in the reward needs log-probs, which need packed groups: so the table is made twice,
         # first without that KL, then with it.
         penalty = self._kl_penalty(groups, table, precomputed, metrics)
         if penalty is not None:
-            table = StepTable.of(groups, self.algorithm, penalty)
+            table = StepTable.of(groups, self.algorithm, penalty, self.own_advantage)
         result = UpdateResult(table, metrics, dict(precomputed.old_logprobs or {}))
         teacher_bonus = self._teacher_bonus(groups, precomputed, metrics)
         old_logprobs = precomputed.old_logprobs if self.learner.objective.use_old else None
@@ -259,6 +263,7 @@ class Updater:
             counts[members],
             a.aggregation_tokens or self.max_tokens,
         )
+        context_weights = self._context_weights(table, members) if a.context_coef else None
         return pack(
             groups,
             included,
@@ -271,7 +276,19 @@ class Updater:
             teacher_bonus,
             self.max_support,
             self._route_shape,
+            context_weights,
         )
+
+    def _context_weights(self, table: StepTable, members: np.ndarray) -> np.ndarray:
+        """Returns the weight of a token of context in an update, float[P, G]: 1 over the number of
+        these tokens in all completions of the update's groups, `members`, that have a loss; 0 for
+        other completions, and for all if there is no such token."""
+        has_loss = np.zeros(table.valid.shape, bool)
+        has_loss[members] = table.valid[members]
+        if self.algorithm.mask_truncated:
+            has_loss &= ~table.truncated
+        num_tokens = table.context_lengths[has_loss].sum()
+        return has_loss / max(num_tokens, 1)
 
     def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
         """Returns the numbers, out of `members`, of the groups to compute. A group whose advantages

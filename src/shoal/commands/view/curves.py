@@ -178,7 +178,18 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Length and truncation", ("completions/", "prompts/")),
     (
         "Policy",
-        ("kl", "teacher/kl", "entropy", "clip/", "ratio/", "loss", "grad_norm", "lr", "update/"),
+        (
+            "kl",
+            "teacher/kl",
+            "entropy",
+            "context/",
+            "clip/",
+            "ratio/",
+            "loss",
+            "grad_norm",
+            "lr",
+            "update/",
+        ),
     ),
     ("Sampler and trainer", ("sampler_gap/", "correction/", "staleness", "version")),
     (

@@ -11,8 +11,10 @@ from shoal.config.choices import (
     AGGREGATIONS,
     CORRECTIONS,
     KL_ESTIMATORS,
+    OWN_ADVANTAGE,
     POLICY_LOSSES,
     REJECTIONS,
+    advantage_of,
 )
 from shoal.config.key import at_least, key, require
 from shoal.text import exact
@@ -25,10 +27,12 @@ class AlgorithmSection:
     name: str = key("", stages=(), on_resume="warn")
     """A paper's settings, loaded under your own keys: dapo, dr_grpo, gspo, cispo, ... (`shoal help
     train algorithm`)."""
-    advantage: Annotated[str, ADVANTAGES] = key("grpo", stages=("update", "sampling"))
+    advantage: Annotated[str, ADVANTAGES] = key(
+        "grpo", stages=("update", "sampling"), names_code="advantage"
+    )
     """Advantage estimator: how the rewards of a group become advantages. none ignores rewards
     (distillation from a teacher alone). sft learns the data's own answers in place of samples
-    (`shoal sft`)."""
+    (`shoal sft`). `file.py:function` is a function of yours."""
     credit: Literal["completion", "turn", "state"] = key("completion", stages=("rewards", "update"))
     """What is compared within a group, and so has an advantage. completion: whole completions.
     turn: the rewards from each turn on, with those of the others at that turn (rloo; grpo also
@@ -93,6 +97,10 @@ class AlgorithmSection:
     kl_to_inference_coeff)."""
     entropy_coef: float = key(0.0, stages=("update",))
     """Weight of the entropy bonus, which is subtracted from the loss."""
+    context_coef: float = key(0.0, stages=("update",))
+    """Weight of the cross-entropy of what tools and environments said, which the model thereby
+    learns to predict (ECHO; alpha of prime-rl's echo, 0.1 there): of its mean over all such tokens
+    of an update, whatever aggregation is; 0 for off."""
     aggregation: Annotated[str, AGGREGATIONS] = key("token-mean", stages=("update",))
     """How token losses are averaged (verl's loss_agg_mode, TRL's loss_type), over the whole batch
     of an update."""
@@ -185,6 +193,7 @@ class AlgorithmSection:
             "kl_clamp_value",
             "kl_sampler_coef",
             "entropy_coef",
+            "context_coef",
             "aggregation_tokens",
         )
         for name in ("sapo_positive", "sapo_negative", "correction_cap", "rejection_cap"):
@@ -238,11 +247,20 @@ class AlgorithmSection:
             return
         among_turns = {"turn": ("rloo", "grpo"), "state": ("grpo", "dr_grpo", "rloo")}
         names = among_turns[self.credit]
+        # A function of the user's gets the rewards of turns as they are.
+        is_own_of_turns = self.has_own_advantage and self.credit == "turn"
+        or_own = " or file.py:function" if self.credit == "turn" else ""
         require(
-            self.advantage in names,
+            self.advantage in names or is_own_of_turns,
             "algorithm.advantage",
             self.advantage,
-            f"{' or '.join(names)} with algorithm.credit={self.credit}",
+            f"{' or '.join(names)}{or_own} with algorithm.credit={self.credit}",
+        )
+        require(
+            self.discount == 1 or not is_own_of_turns,
+            "algorithm.discount",
+            self.discount,
+            "1 with a function of yours: it gets the reward of each turn, and discounts itself",
         )
         require(
             not POLICY_LOSSES[self.loss].one_gradient,
@@ -253,15 +271,20 @@ class AlgorithmSection:
         )
 
     @property
+    def has_own_advantage(self) -> bool:
+        """True if `advantage` names a function of the user's."""
+        return advantage_of(self.advantage) is OWN_ADVANTAGE
+
+    @property
     def uses_rewards(self) -> bool:
         """False if rewards are no signal of training, because a teacher or the data's answers are
         the only one."""
-        return ADVANTAGES[self.advantage].uses_rewards
+        return advantage_of(self.advantage).uses_rewards
 
     @property
     def learns_from_data(self) -> bool:
         """True if training learns the data's own answers and samples nothing."""
-        return ADVANTAGES[self.advantage].of_data
+        return advantage_of(self.advantage).of_data
 
     @property
     def scores_reference(self) -> bool:

@@ -216,6 +216,10 @@ def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
             from shoal.commands.plan import estimate
 
             lines += estimate(config)
+        elif command == "export":
+            from shoal.commands.export import card_lines
+
+            lines += card_lines(config)
         elif command == "compat":
             from shoal.commands.compat import checked_scripts
 

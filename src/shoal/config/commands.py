@@ -143,7 +143,10 @@ class ExportConfig:
     source: str = ""
     """Run folder, one of its checkpoints, or a model folder."""
     to: str = ""
-    """Folder to write."""
+    """Folder to write, or hub:USER/NAME, a repository of Hugging Face's hub, to push it there (with
+    the token in HF_TOKEN)."""
+    private: bool = True
+    """A new repository of the hub is private."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights written."""
     merge: bool = False

@@ -70,6 +70,59 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
     )
 
 
+PUSHED = "hub:"
+"""Begins the value of `to` that names a repository of the hub, as hub:USER/NAME."""
+
+
+def repository_of(to: str) -> str:
+    """Returns USER/NAME of `to=hub:USER/NAME`; "" if `to` is a folder. ShoalError if what follows
+    `hub:` is no repository's name."""
+    if not to.startswith(PUSHED):
+        return ""
+    repository = to.removeprefix(PUSHED)
+    if not HUB_ID.fullmatch(repository):
+        raise ShoalError(f"to={to}: expected hub:USER/NAME, the name of a repository of models")
+    return repository
+
+
+def check_may_push(repository: str) -> None:
+    """Raises ShoalError if nothing can be pushed: without a token, or with HF_HUB_OFFLINE."""
+    from huggingface_hub import get_token
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        raise ShoalError(f"to={PUSHED}{repository}: HF_HUB_OFFLINE is set; unset it to push")
+    if not get_token():
+        raise ShoalError(
+            f"to={PUSHED}{repository} needs a token of yours that may write: set HF_TOKEN, or run "
+            "`hf auth login`"
+        )
+
+
+def push(folder: Path, repository: str, private: bool) -> str:
+    """Makes a repository of the hub, unless it exists, pushes the files of a folder as one commit,
+    and returns the address of its page. `private` acts on a new repository alone. ShoalError if
+    the hub refuses it or cannot be reached."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        page = api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository, folder_path=folder, commit_message="Exported by shoal"
+        )
+    except Exception as error:  # of the network, the hub, the library's own transport
+        status = getattr(getattr(error, "response", None), "status_code", "")
+        reason = f"{type(error).__name__} {status}".strip()
+        advice = "export to a folder, and push it later with `hf upload`"
+        if status in (401, 403):
+            advice = "set HF_TOKEN to a token that may write there"
+        raise ShoalError(
+            f"to={PUSHED}{repository} could not be pushed ({reason}): {advice}"
+        ) from error
+    return str(page)
+
+
 def cached_folder(path: str) -> Path | None:
     """Returns the folder of a model if it is on this machine: that of a packaged model, a local
     folder, or, for a hub id, the snapshot of `main` in the hub's cache. Downloads nothing. None if

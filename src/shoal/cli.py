@@ -216,7 +216,7 @@ def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
             from shoal.commands.plan import estimate
 
             lines += estimate(config)
-        elif command == "export":
+        elif command == "export" and config.source:
             from shoal.commands.export import card_lines
 
             lines += card_lines(config)

@@ -71,7 +71,7 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
 def card_lines(config: ExportConfig) -> list[str]:
     """Returns the lines of the model card that an export would write, for a dry run; [] without a
     run. ShoalError if the run cannot be read."""
-    found = find_checkpoint(find_input(config.source, "from")) if config.source else None
+    found = find_checkpoint(find_input(config.source, "from"))
     if found is None:
         return []
     run, step = found

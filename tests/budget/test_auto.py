@@ -15,6 +15,7 @@ from shoal.budget.memory import (
     activation_bytes,
     held_versions,
     input_bytes,
+    teacher_update_bytes,
     update_bytes,
     weight_budget,
 )
@@ -282,3 +283,32 @@ def test_what_an_adapter_takes_by_hand(staleness, versions):
         )
         base = replace(goes_on, algorithm=replace(goes_on.algorithm, reference="base"))
         assert weight_budget(base, a, roles, "bfloat16", None).held("reference")["reference"] == 0
+
+
+@pytest.mark.parametrize(
+    ("divergence", "mesh", "head"),
+    [
+        ("full", OWN, 2 * 152064 * 3584 // 4),
+        ("full", {"fsdp": 8}, None),  # the reference is the trainer: the same arrays
+        ("topk", OWN, None),
+        ("sampled", OWN, None),
+    ],
+)
+def test_a_teachers_head_is_held_where_its_logits_are_computed(divergence, mesh, head):
+    teacher = TeacherSection("Qwen/Qwen2.5-7B-Instruct", divergence=divergence)
+    made = replace(config(**mesh), teacher=teacher)
+    a = model_named("llama3.1-8b").architecture
+    of_teacher = model_named("qwen2.5-7b").architecture
+    roles = run_roles(made, a, V6E)
+    held = weight_budget(made, a, roles, "bfloat16", of_teacher).held("trainer")
+    assert held.get("the teacher's head") == head
+    needed = teacher_update_bytes(teacher, of_teacher, roles.trainer, "bfloat16", 1000)
+    assert (
+        needed
+        == {
+            "full": 2 * 152064 * 3584 + 2 * 1000 * 2 * 3584,
+            "topk": 2 * 1000 * (4 * 64 + 4 * 65),
+            "sampled": 0,
+        }[divergence]
+    )
+    assert teacher_update_bytes(teacher, None, roles.trainer, "bfloat16", 1000) == 0

@@ -122,6 +122,7 @@ def test_every_step_is_filed_once_under_known_names(family):
             "kl",
             "mfu",
             "teacher/kl",
+            "teacher/divergence",
             "correction/weight",
             "correction/zero",
             "correction/rejected",

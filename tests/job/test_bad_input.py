@@ -91,6 +91,9 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
             ["gives 2 prompts a step", "num_minibatches=3"],
         ),
         ("teacher.path=nowhere", ["nowhere"]),
+        ("teacher.beta=1.5", ["teacher.beta=1.5", "from 0 to 1"]),
+        ("teacher.beta=0.5", ["teacher.beta=0.5", "teacher.divergence=full"]),
+        ("teacher.top_k=0", ["teacher.top_k=0", "1 or more"]),
         (
             "train.weight_sync_interval=3 train.max_staleness=1",
             ["train.max_staleness=1", "2 or more"],

@@ -186,6 +186,45 @@ def test_a_teacher_alone_is_learnt_from(workshop):
     assert metrics(beside)[0]["advantage/abs_mean"] > 0 and metrics(beside)[0]["teacher/kl"] > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["full", "topk"])
+def test_a_teachers_distributions_are_learnt_from_and_a_resumed_run_is_the_same(
+    workshop, divergence
+):
+    teacher = write_model_with_tokenizer(workshop.folder / "teacher", "qwen3", "chatml", seed=5)
+    words = (
+        f"teacher.path={teacher}",
+        f"teacher.divergence={divergence}",
+        "teacher.beta=0.5",
+        "algorithm.advantage=none",
+        "batch.prompts_per_step=4",
+        *PROGRAMS_OF_TWO,
+    )
+    run = workshop.train(f"taught-{divergence}", *words, "steps=12")
+    told = [row["teacher/divergence"] for row in metrics(run)]
+    assert np.isfinite(told).all() and np.mean(told[-3:]) < 0.8 * np.mean(told[:3])
+    for row in metrics(run):
+        assert "teacher/kl" not in row and row["grad_norm"] > 0 and not row["update/skipped"]
+    cut = f"taught-{divergence}-cut"
+    workshop.train(cut, *words, "steps=5")
+    resumed = workshop.train(cut, *words, "steps=12")
+    assert numbers(resumed) == numbers(run)
+    assert same_bits(parameters_of(resumed, 12), parameters_of(run, 12))
+
+
+@pytest.mark.slow
+def test_the_model_as_its_own_teacher_teaches_nothing(workshop):
+    run = workshop.train(
+        "own-teacher",
+        f"teacher.path={workshop.model}",
+        "teacher.divergence=full",
+        "algorithm.advantage=none",
+        "steps=1",
+    )
+    [row] = metrics(run)
+    assert abs(row["teacher/divergence"]) < 1e-6 and row["grad_norm"] < 1e-4
+
+
 def test_a_teacher_of_other_tokens_is_refused(workshop, capsys):
     other = write_model_with_tokenizer(workshop.folder / "other", "llama3", "llama3")
     assert cli.main(workshop.words("other", f"teacher.path={other}")) == cli.USAGE_EXIT_CODE

@@ -1774,11 +1774,11 @@ def test_a_stop_takes_seconds_wherever_the_run_is(
             return {}
         return step(self)
 
-    def slow_accumulate(self: Learner, total, state, batch):
+    def slow_accumulate(self: Learner, total, state, batch, teacher):
         if stage == "update" and int(state.updates) == 4:
             reached.touch()
             time.sleep(1)
-        return accumulate(self, total, state, batch)
+        return accumulate(self, total, state, batch, teacher)
 
     def ask() -> None:
         while not ended.wait(0.002):

@@ -116,6 +116,26 @@ def test_the_model_learns_the_answers_and_a_resumed_run_the_same_bits(
     )
 
 
+@pytest.mark.slow
+def test_a_teacher_holds_the_model_near_it(tmp_path: Path):
+    """Here the model that it begins as, in a run whose answers pull it away from there."""
+    divergences = {}
+    for coef in (0, 100):
+        folder = tmp_path / f"coef-{coef}"
+        folder.mkdir()
+        run = sft(
+            folder,
+            "teacher.path=tiny",
+            "teacher.divergence=full",
+            "teacher.beta=0",
+            f"teacher.coef={coef}",
+            "steps=12",
+        )
+        divergences[coef] = [step["teacher/divergence"] for step in metrics(run)]
+        assert abs(divergences[coef][0]) < 1e-6
+    assert 0 <= divergences[100][-1] < 0.3 * divergences[0][-1]
+
+
 @pytest.fixture(scope="module")
 def answers_cut_at_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of one step, in rows of 64 tokens."""
@@ -335,6 +355,7 @@ def test_settings():
         (["algorithm=dapo"], "algorithm.advantage='grpo': expected sft"),
         (["batch.group_size=2"], "1: the data has one answer"),
         (["assistant_only_loss=false"], "assistant_only_loss"),
+        (["teacher.path=big"], "teacher.divergence='sampled': expected full or topk with sft"),
     ):
         with pytest.raises(ShoalError, match=error):
             compose("sft", ["task.path=rows.jsonl", *words])

@@ -37,7 +37,9 @@ def test_a_cap_bounds_logits_in_chunks_and_in_slices_of_the_vocabulary():
 
     def by_chunks(hidden: jax.Array, head: jax.Array) -> Any:
         project = head_projection(model, head)
-        return token_logprobs(hidden, targets, jnp.float32(0.7), project, 5, entropy_gradient=True)
+        return token_logprobs(hidden, targets, jnp.float32(0.7), project, 5, entropy_gradient=True)[
+            :2
+        ]
 
     def by_slices(hidden: jax.Array, head: jax.Array) -> Any:
         return sliced_logprobs(

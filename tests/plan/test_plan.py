@@ -50,7 +50,7 @@ from shoal.config.commands import PlanConfig
 from shoal.config.key import build, get_value, keys_of
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.devices import MeshSection
-from shoal.config.sections.model import ModelSection
+from shoal.config.sections.model import ModelSection, TeacherSection
 from shoal.config.sections.optimizer import BatchSection, OptimizerSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.train import TrainSection
@@ -263,6 +263,33 @@ def test_an_interrupted_plan_says_what_was_compiled(model, monkeypatch, capsys, 
         and "temporary" not in said
     )
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["full", "topk"])
+def test_a_plan_has_the_programs_of_a_teachers_distributions(model, planned, divergence):
+    """Traced, not compiled: the update takes what the teacher's program returns."""
+    teacher = TeacherSection(model.path, divergence=divergence, top_k=7)
+    job = planned(
+        Config(
+            model=model,
+            mesh=MeshSection(fsdp=2, trainer="2", sampler="2", reference="1"),
+            sampling=SAMPLING,
+            batch=BATCH,
+            teacher=teacher,
+            algorithm=AlgorithmSection(num_epochs=3),
+        )
+    )
+    programs = job.programs()
+    of_teacher, update = programs["teacher"], programs["accumulate"]
+    assert of_teacher.runs == update.runs
+    said = jax.tree.leaves(of_teacher.program.eval_shape(*of_teacher.args))
+    targets = update.args[-1]
+    taken = [targets.states] if divergence == "full" else [targets.ids, targets.logprobs]
+    assert [(x.shape, x.dtype) for x in said] == [(x.shape, x.dtype) for x in taken]
+    assert taken[0].shape[-1] == {"full": SMALL.hidden_size, "topk": 7}[divergence]
+    total, _ = update.program.eval_shape(*update.args)
+    assert "teacher/divergence" in total.sums
 
 
 def test_a_dry_run_estimates_without_compiling(model, monkeypatch, capsys):

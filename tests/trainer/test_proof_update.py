@@ -21,6 +21,7 @@ from small import QWEN3, num_compiled, random_groups, random_parameters, relativ
 from tiny_runs import forget_programs
 
 from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.model import TeacherSection
 from shoal.config.sections.optimizer import BatchSection, OptimizerSection
 from shoal.model.transformer import Model
 from shoal.records import Group, StopReason
@@ -187,10 +188,11 @@ def table_logprobs(
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("shoal.trainer.step.batch_logprobs", table_logprobs)
 
-    def with_aux(*args: Any) -> tuple:
-        return (*table_logprobs(*args), ())
+    def with_aux(model, parameters, batch, chunk, entropy_gradient, teacher, beta) -> tuple:
+        assert teacher is beta is None
+        return (*table_logprobs(model, parameters, batch, chunk, entropy_gradient), None, ())
 
-    monkeypatch.setattr("shoal.trainer.loss._logprobs_and_aux", with_aux)
+    monkeypatch.setattr("shoal.trainer.loss._token_values", with_aux)
     forget_programs()
     yield
     forget_programs()
@@ -587,7 +589,7 @@ def test_without_a_divergence_nothing_is_scored(monkeypatch: pytest.MonkeyPatch)
     ):
         calls.clear()
         run(a)
-        assert len(calls) == passes == num_scorings(a, has_teacher=False)
+        assert len(calls) == passes == num_scorings(a, TeacherSection())
 
 
 @pytest.mark.slow

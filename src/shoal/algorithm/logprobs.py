@@ -1,5 +1,5 @@
-"""Computes log-probs and entropies from hidden states, a chunk of tokens at a time, so that logits
-of all tokens are never in memory.
+"""Computes log-probs, entropies and divergences from hidden states, a chunk of tokens at a time, so
+that logits of all tokens are never in memory.
 
 For 64k tokens and a vocabulary of 152k they would take 37 GiB in float32, for the forward pass
 alone.
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +35,11 @@ def token_logprobs(
     support_ids: Int[Array, "R T K"] | None = None,
     entropy_gradient: bool = False,
     dense: bool = False,
-) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Returns (log-prob of the target, entropy of the distribution) in nats at each position.
+    compare: Callable[[jax.Array, Any], jax.Array] | None = None,
+    teacher: Any = None,
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"], Float[Array, "R T"] | None]:
+    """Returns (log-prob of the target, entropy of the distribution, divergence from a teacher) in
+    nats at each position; None in place of the divergence without a teacher.
 
     hidden[r, t] is the state *before* the target; `project` turns [..., D] into float32 logits
     [..., V], which are divided by the temperature. `chunk` tokens of each row are computed at once;
@@ -44,28 +48,23 @@ def token_logprobs(
     alone, or over the whole vocabulary at a position that has none. The entropy has a gradient only
     if `entropy_gradient` is set.
 
+    `teacher` is a tree of arrays [R, T, ...], what is known of the teacher at each position.
+    `compare(scores, of_teacher)` returns the divergence [R, t] of t tokens of each row from their
+    logits [R, t, V], divided by the temperature, and from their part of this tree. It is over the
+    whole vocabulary, whatever `support_ids` says.
+
     `dense` is for XLA on GPU. The gradient of the targets' logits is then computed for all logits,
     fused with that of the normaliser; a scatter between the two would make all logits pass through
     memory twice. And the entropy has no guards, because each of them is a constant as large as the
     logits, read in every chunk.
     """
-    rows, size, _ = hidden.shape
-    count = -(-size // chunk)
     target_score = _picked if dense else _taken
 
-    def by_chunk(x: jax.Array) -> jax.Array:
-        """Splits rows into chunks, with padding at the end: [R, T, ...] -> [count, R, chunk,
-        ...]."""
-        padding = [(0, 0)] * x.ndim
-        padding[1] = (0, count * chunk - size)
-        padded = jnp.pad(x, padding)
-        return padded.reshape(rows, count, chunk, *x.shape[2:]).swapaxes(0, 1)
-
     def of_chunk(
-        inputs: tuple[jax.Array, jax.Array, jax.Array | None],
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns log-probs and entropies of one chunk."""
-        states, ids, support = inputs
+        inputs: tuple[jax.Array, jax.Array, jax.Array | None, Any],
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Returns log-probs, entropies and divergences of one chunk."""
+        states, ids, support, of_teacher = inputs
         scores = project(states) / temperature
         target = target_score(scores, ids)
         # One normaliser serves the log-prob and the entropy, because both are of the same logits,
@@ -77,29 +76,46 @@ def token_logprobs(
             normaliser, entropy = _over_support(
                 kept, support, normaliser, entropy, entropy_gradient
             )
-        return target - normaliser, entropy
+        divergence = None if compare is None else compare(scores, of_teacher)
+        return target - normaliser, entropy, divergence
 
-    support_chunks = None if support_ids is None else by_chunk(support_ids)
-    chunks = by_chunk(hidden), by_chunk(targets), support_chunks
+    return by_chunks(of_chunk, (hidden, targets, support_ids, teacher), chunk)
+
+
+def by_chunks(function: Callable[[Any], Any], inputs: Any, chunk: int) -> Any:
+    """Applies `function` to `chunk` tokens of each row at a time. `inputs` is a tree of arrays
+    [R, T, ...], and `function` returns a tree of arrays [R, chunk, ...] of a part of it; the result
+    is the same tree of [R, T, ...]. If there are several chunks, the backward pass computes each
+    again."""
+    rows, size = jax.tree.leaves(inputs)[0].shape[:2]
+    count = -(-size // chunk)
+
+    def split(x: jax.Array) -> jax.Array:
+        """Splits rows into chunks, with padding at the end: [R, T, ...] -> [count, R, chunk,
+        ...]."""
+        padding = [(0, 0)] * x.ndim
+        padding[1] = (0, count * chunk - size)
+        padded = jnp.pad(x, padding)
+        return padded.reshape(rows, count, chunk, *x.shape[2:]).swapaxes(0, 1)
+
+    chunks = jax.tree.map(split, inputs)
     # lax.map of one chunk would still compile a loop, and pad what needs no padding. The one
     # chunk's logits are kept: the backward pass begins with them, so they are in memory then
     # anyway.
     if count == 1:
         only_chunk = jax.tree.map(itemgetter(0), chunks)
-        logprob, entropy = of_chunk(only_chunk)
-        logprob = logprob[None]
-        entropy = entropy[None]
+        results = jax.tree.map(itemgetter(None), function(only_chunk))
     else:
         # Computed again in the backward pass, which would otherwise keep every chunk's logits, all
         # of [tokens, V]. A loop needs no barrier against common subexpressions; the barrier would
         # keep what `project` never reads.
-        logprob, entropy = jax.lax.map(jax.checkpoint(of_chunk, prevent_cse=False), chunks)
+        results = jax.lax.map(jax.checkpoint(function, prevent_cse=False), chunks)
 
-    def by_row(x: jax.Array) -> jax.Array:
-        """Joins chunks to rows again, without padding: [count, R, chunk] -> [R, T]."""
-        return x.swapaxes(0, 1).reshape(rows, -1)[:, :size]
+    def join(x: jax.Array) -> jax.Array:
+        """Joins chunks to rows again, without padding: [count, R, chunk, ...] -> [R, T, ...]."""
+        return x.swapaxes(0, 1).reshape(rows, -1, *x.shape[3:])[:, :size]
 
-    return by_row(logprob), by_row(entropy)
+    return jax.tree.map(join, results)
 
 
 def _taken(scores: jax.Array, ids: jax.Array) -> jax.Array:
@@ -137,7 +153,7 @@ def sliced_logprobs(
     support_ids: Int[Array, "R T K"] | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Returns what `token_logprobs` does, (log-probs, entropies), but computes all tokens at once,
+    """Returns the log-probs and entropies of `token_logprobs`, but computes all tokens at once,
     a slice of the vocabulary at a time: neither the head nor its gradient is ever whole on a
     device.
 

@@ -7,7 +7,7 @@ differentiable functions.
     w           = exp(sg(old - sampler)), truncated or masked       correction_weights
     mask        = tokens that are not too far from the sampler      kept_tokens
     token loss  = w x policy loss + kl_coef x KL(lp, ref) - entropy_coef x entropy
-                  + kl_sampler_coef x k3(lp, sampler)
+                  + kl_sampler_coef x k3(lp, sampler) + teacher_coef x divergence
                   of context (what tools and environments said): -context_coef x lp
     loss        = sum(weight x token loss)                          weights of a whole update:
                                                                     `aggregation`
@@ -16,7 +16,8 @@ differentiable functions.
 
 `lp` are the log-probs of the policy that is trained; `old` those of the trainer before the first
 update on this batch; `sampler` those that the tokens were sampled with; `ref` those of the
-reference; A is the completion's advantage (`advantage`). If a batch gets one update only, `old` is
+reference; A is the completion's advantage (`advantage`); the divergence is that of the whole
+distribution from a teacher's (`divergence`). If a batch gets one update only, `old` is
 lp itself without gradient: every ratio is 1, and clipping never acts.
 
 Arrays are [R, T], in nats: rows of prompts and completions. `mask` is True at tokens that the model
@@ -83,6 +84,9 @@ class Objective:
     rejection_level: str = "token"
     # bounds of the estimate within which tokens are kept
     rejection_bounds: tuple[float, float] = (-float("inf"), float("inf"))
+    # from 0 to 1, see `divergence`; None: there is no divergence from a teacher
+    teacher_beta: float | None = None
+    teacher_coef: float = 0.0
     # True: the tokens are the data's, and no sampler has log-probs of them
     learns_from_data: bool = False
     chunk_elements: int = 0  # most logits at once; 0: by device, see CHUNK_ELEMENTS
@@ -100,6 +104,7 @@ def token_losses(
     old_logprobs: Tokens,
     sampler_logprobs: Tokens,
     ref_logprobs: Tokens,
+    divergence: Tokens | None = None,
 ) -> tuple[Tokens, Metrics, Metrics]:
     """Returns (token losses, sums, maxima) of a micro-batch. `sums` maps the name of a metric to
     (sum, count), `maxima` to (largest value, count); no such value is below 0.
@@ -108,7 +113,8 @@ def token_losses(
     only the metric `objective` is multiplied by it. Tokens of weight 0 (with `mask_truncated` those
     of truncated completions) count only in the metrics of the difference between sampler and
     trainer; completions without a reward are not in a batch at all. Outside `loss_mask` only
-    context that is learned has a weight.
+    context that is learned has a weight. `divergence` is that from a teacher, None if the objective
+    has none.
     """
     # The mask is needed besides the weight 0, because a NaN of a masked token would survive the
     # product with 0.
@@ -179,6 +185,10 @@ def token_losses(
         kl = token_kl(k3, lp, sampler_logprobs, mask)
         sums["sampler_gap/kl"] = (kl.sum(), count)
         token_loss += o.kl_sampler_coef * kl
+    if divergence is not None:
+        from_teacher = jnp.where(mask, divergence, 0.0)
+        sums["teacher/divergence"] = (from_teacher.sum(), count)
+        token_loss += o.teacher_coef * from_teacher
     if o.entropy_coef:
         token_loss -= o.entropy_coef * jnp.where(mask, entropy, 0.0)
     if o.context_coef:
@@ -581,5 +591,6 @@ def metric_shapes(o: Objective) -> tuple[Any, Any]:
         old_logprobs=real,
         sampler_logprobs=real,
         ref_logprobs=real,
+        divergence=None if o.teacher_beta is None else real,
     )
     return sums, maxima

@@ -18,6 +18,7 @@ from shoal.budget.memory import (
     device_memory,
     held_versions,
     sampled_architecture,
+    teacher_update_bytes,
     update_bytes,
     weight_budget,
 )
@@ -144,6 +145,10 @@ def with_update(
     `auto` and `none`."""
     activations = update_bytes(a, role, dtype, tokens)
     activations += activation_bytes(a, tokens, dtype, remat, role.expert)
+    config = weights.config
+    activations += teacher_update_bytes(
+        config.teacher, teacher_architecture(config), role, dtype, tokens
+    )
     update = {"accumulate": StepProgram("trainer")}
     return replace(weights, programs=update, activations=activations).estimated()
 

@@ -21,10 +21,13 @@ import jax.numpy as jnp
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.budget.budget import Budget, Item, RolePlacement
+from shoal.config.sections.model import TeacherSection
 from shoal.config.train import Config
 from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
+from shoal.mesh.programs import MAX_IN_FLIGHT
 from shoal.model.architecture import Architecture, Layer
 from shoal.model.attention.caches import PAGE, PagedCache
+from shoal.model.head import head_alone
 from shoal.model.layers import ffn_chunks, stacked_blocks
 from shoal.model.linear import QUANTISED, Quantised
 from shoal.model.parameters import (
@@ -137,6 +140,9 @@ def reference_items(
     if teacher:
         size = weight_bytes(teacher, roles.reference, dtype)
         items.append(Item("teacher", "reference", "always", size))
+        if config.teacher.divergence == "full" and roles.reference != roles.trainer:
+            head = param_shapes(head_alone(param_specs(teacher)), roles.trainer, dtype)
+            items.append(Item("the teacher's head", "trainer", "always", bytes_per_device(head)))
     for path, judge in reward_architectures(config.reward).items():
         # counted without the head over the vocabulary, which a reward model does not have
         size = weight_bytes(replace(judge, tie_embeddings=True), roles.reference, dtype)
@@ -361,6 +367,25 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
         width = a.hidden_size + max(of_keys)
         total += tokens * role.context * 2 * width * itemsize
     return total
+
+
+def teacher_update_bytes(
+    section: TeacherSection, teacher: Architecture | None, role: Role, dtype: Any, tokens: int
+) -> int:
+    """Returns the bytes that an update of `tokens` tokens on a device needs there for a teacher's
+    distributions, besides logits, which `update_bytes` counts: its head, gathered whole but for
+    `tensor`, and what it says of the tokens of the micro-batches whose programs are under way, its
+    hidden states or likeliest tokens. `teacher`: its architecture, None without one. 0 if only its
+    log-probs of samples are read."""
+    if teacher is None or not section.gives_distributions:
+        return 0
+    itemsize = jnp.dtype(dtype).itemsize
+    head = 0
+    of_a_token = 8 * section.top_k + 4  # an id and a log-prob of each, and the rest
+    if section.divergence == "full":
+        head = teacher.vocab_size * teacher.hidden_size * itemsize // role.tensor
+        of_a_token = teacher.hidden_size * itemsize
+    return head + MAX_IN_FLIGHT * tokens * of_a_token
 
 
 DELTA_NET_ARRAYS = {"cpu": 44, "gpu": 22, "tpu": 28}

@@ -286,7 +286,7 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
             "leave it out, or set algorithm.correction=tis",
         ),
         (
-            config.teacher.path and loss.one_gradient,
+            config.teacher.scores_samples and loss.one_gradient,
             "algorithm.loss",
             f"a teacher with algorithm.loss={a.loss}: its token bonuses are averaged over the "
             "completion, all of whose tokens have one gradient; set algorithm.loss=gspo-token, or "

@@ -264,6 +264,7 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
             parameters=parameters,
             prompts=first_prompts,
             own_advantage=job.own_advantage,
+            teacher=job.teacher_source.architecture if job.teacher_source else None,
         )
     return None
 

@@ -564,7 +564,7 @@ FLAGS: list[Flag] = [
         "set actor_rollout_ref.model.lora_rank", _MODEL + "lora.rank", _MODEL + "lora.adapter_path"
     ),
     *refused("tools are tools=file.py:f,g", "data.function_tool_path"),
-    *refused("distillation is teacher.path=MODEL", "distillation.enabled"),
+    *refused("distillation is teacher.path=MODEL with teacher.divergence", "distillation.enabled"),
     *refused(
         "samples are always drawn",
         "skip.rollout.enable",

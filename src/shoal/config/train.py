@@ -102,6 +102,13 @@ class Config:
                 self.sampling.temperature,
                 "1 with sft",
             )
+            require(
+                not self.teacher.scores_samples,
+                "teacher.divergence",
+                self.teacher.divergence,
+                "full or topk with sft: sampled estimates a divergence from samples of the policy, "
+                "and the data's answers are none",
+            )
         else:
             require(
                 self.batch.group_size >= 2,

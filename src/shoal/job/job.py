@@ -126,7 +126,7 @@ from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loss import make_objective
 from shoal.trainer.own_advantage import OwnAdvantage, load_advantage
 from shoal.trainer.prompts import PromptStream, TokenizedExample
-from shoal.trainer.scorers import ModelScorer, find_teacher
+from shoal.trainer.scorers import ModelScorer, TeacherDistributions, find_teacher
 from shoal.trainer.step import Learner
 from shoal.trainer.update import Updater
 from shoal.weights.checkpoints import checkpoint_bytes
@@ -851,7 +851,7 @@ class Job(StagedJob):
         weights."""
         return Learner(
             self.model,
-            make_objective(self.config.algorithm),
+            make_objective(self.config.algorithm, self.config.teacher),
             self.config.optimizer,
             num_updates(self.config),
             self.config.seed,
@@ -1142,6 +1142,10 @@ class Job(StagedJob):
         """Makes the updater, which turns groups with rewards into updates of the weights.
         `reference`, `teacher`: the models that it asks for log-probs; None if it needs none."""
         c = self.config
+        distributions = None
+        if teacher and c.teacher.gives_distributions:
+            distributions = TeacherDistributions.of(c.teacher, teacher, self.learner.model)
+            teacher = None  # nothing else is asked of it
         return Updater(
             self.learner,
             c.algorithm,
@@ -1151,6 +1155,7 @@ class Job(StagedJob):
             reference=reference,
             teacher=teacher,
             teacher_coef=c.teacher.coef,
+            distributions=distributions,
             max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c),
             max_support=max_support(c),

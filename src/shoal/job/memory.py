@@ -27,12 +27,14 @@ from shoal.budget.memory import (
     cache_items,
     input_bytes,
     parameter_count,
+    teacher_update_bytes,
     update_bytes,
     weight_budget,
 )
 from shoal.budget.shapes import micro_batch_shapes
 from shoal.budget.slots import engine_states, num_hosts, training_slots
 from shoal.findings import Finding
+from shoal.model.architecture import Architecture
 from shoal.records import ShoalError
 from shoal.sampler.scheduler import num_rows
 from shoal.text import gib
@@ -50,12 +52,7 @@ def job_budget(job: Job) -> Budget:
     model = job.model
     roles = job.roles
     a = model.architecture
-    teacher = job.opened.get("teacher_source")
-    if teacher:
-        of_teacher = teacher.architecture
-    else:
-        of_teacher = teacher_architecture(config)
-    weights = weight_budget(config, a, roles, model.dtype, of_teacher)
+    weights = weight_budget(config, a, roles, model.dtype, _teacher_of(job))
     caches = cache_items(engine_states(config, model, roles, a))
     shape = micro_batch_shapes(config, roles.trainer.row_shards)[0]
     activations, stored = update_memory(job, shape.tokens // roles.trainer.row_shards)
@@ -86,6 +83,13 @@ def job_budget(job: Job) -> Budget:
     )
 
 
+def _teacher_of(job: Job) -> Architecture | None:
+    """Returns the architecture of the job's teacher, also if its stage is not open; None without
+    one."""
+    source = job.opened.get("teacher_source")
+    return source.architecture if source else teacher_architecture(job.config)
+
+
 def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     """Returns a pair: (bytes that an update of `tokens` tokens on a device is estimated to need
     there, besides what the roles hold, the layers' activations included; items that it stores in
@@ -97,6 +101,7 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     if remat == "none":  # has no estimate of its own; it stores at least what `dots` stores
         remat = "dots"
     needed = update_bytes(a, role, model.dtype, tokens)
+    needed += teacher_update_bytes(job.config.teacher, _teacher_of(job), role, model.dtype, tokens)
     needed += activation_bytes(a, tokens / role.tensor, model.dtype, remat, role.expert)
     if remat != "offload" or role.platform == "cpu":
         return needed, []

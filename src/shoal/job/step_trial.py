@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from shoal.algorithm.advantage import nonzero_std
@@ -33,6 +34,7 @@ from shoal.config.choices import AGGREGATIONS
 from shoal.config.derived import max_support, num_updates, replays_routes
 from shoal.config.train import Config
 from shoal.mesh import return_freed_memory
+from shoal.model.architecture import Architecture
 from shoal.protocols import GroupRequest
 from shoal.records import Completion, Group, Params, Purpose, StopReason
 from shoal.rewards.pool import RewardPool
@@ -45,6 +47,7 @@ from shoal.trainer.batch import Shape, pack, unpack
 from shoal.trainer.own_advantage import OwnAdvantage
 from shoal.trainer.prompts import TokenizedExample
 from shoal.trainer.schedule import schedule_of, step_seconds
+from shoal.trainer.scorers import target_shapes
 from shoal.trainer.step import Learner
 from shoal.trainer.step_table import StepTable
 from shoal.trainer.update import needs_all_groups, num_scorings
@@ -186,14 +189,16 @@ def try_step(
     parameters: Params,
     prompts: Sequence[TokenizedExample],
     own_advantage: OwnAdvantage | None = None,
+    teacher: Architecture | None = None,
 ) -> StepTrial:
     """Tries the run's first step: samples a group of `batch.group_size` completions for each of
     `prompts`, up to as many as the engine holds at once and for at most SAMPLING_SECONDS, scores
     them, and computes the gradients of up to NUM_MICRO_BATCHES micro-batches. Returns what was
     measured; the updated weights are discarded. `own_advantage`: the user's function that
-    `algorithm.advantage` names; None if that is an estimator. Side effects: `engine` and `learner`
-    get programs that measure their compilation (`TimedProgram`), and the engine's caches are
-    freed."""
+    `algorithm.advantage` names; None if that is an estimator. `teacher`: the architecture of a
+    teacher, for whose distributions zeros stand in; None without one. Side effects: `engine` and
+    `learner` get programs that measure their compilation (`TimedProgram`), and the engine's caches
+    are freed."""
     programs: dict[str, TimedProgram] = {}
     for owner in (engine, learner):
         timed = {name: TimedProgram(function) for name, function in owner.programs.items()}
@@ -255,7 +260,7 @@ def try_step(
         shape=shape,
     )
     table = StepTable.of(groups, config.algorithm, own_advantage=own_advantage)
-    _update(trial, table, config, learner, parameters)
+    _update(trial, table, config, learner, parameters, teacher)
     load_orbax()  # a run loads this library for its checkpoints, so its memory counts
     trial.process_bytes, trial.worker_bytes = process_bytes(), children_bytes()
     return trial
@@ -285,7 +290,12 @@ def _sample(
 
 
 def _update(
-    trial: StepTrial, table: StepTable, config: Config, learner: Learner, parameters: Params
+    trial: StepTrial,
+    table: StepTable,
+    config: Config,
+    learner: Learner,
+    parameters: Params,
+    teacher: Architecture | None,
 ) -> None:
     """Computes the gradients of up to NUM_MICRO_BATCHES micro-batches of the trial's groups (of
     all, also those whose rewards do not differ), applies them, and writes into `trial` their number
@@ -321,6 +331,10 @@ def _update(
     )
     trial.num_batches = len(batches)
     state = learner.init(parameters)
+    targets = None
+    if teacher and config.teacher.gives_distributions:
+        shapes = target_shapes(config.teacher, teacher, learner.model, trial.shape)
+        targets = jax.tree.map(_zeros, shapes)
     total = None
     seconds = []
     differences = []
@@ -328,7 +342,7 @@ def _update(
     for number in range(max(2, min(NUM_MICRO_BATCHES, len(batches)))):
         batch = batches[number % len(batches)]
         started = time.perf_counter()
-        total, logprobs = learner.accumulate(total, state, batch.arrays)
+        total, logprobs = learner.accumulate(total, state, batch.arrays, targets)
         trained = unpack([batch], [np.asarray(logprobs)])
         seconds.append(time.perf_counter() - started)
         for key, values in trained.items():
@@ -378,6 +392,11 @@ class Times:
         )
 
 
+def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns an array of zeros of this shape, type and sharding."""
+    return jnp.zeros(shape.shape, shape.dtype, device=shape.sharding)
+
+
 def estimate_times(
     config: Config, trial: StepTrial, slot_groups: int, evaluated: int, own_devices: bool
 ) -> Times:
@@ -403,7 +422,7 @@ def estimate_times(
     if not needs_all_groups(algorithm, has_teacher):
         trained = max(algorithm.num_minibatches, batches * trial.nonzero_std)
     passes = (
-        trained * algorithm.num_epochs + SCORING * num_scorings(algorithm, has_teacher) * batches
+        trained * algorithm.num_epochs + SCORING * num_scorings(algorithm, config.teacher) * batches
     )
     updates = algorithm.num_epochs * algorithm.num_minibatches
     update = passes * trial.accumulate_seconds + updates * trial.apply_seconds

@@ -303,7 +303,7 @@ def open_recorder(
         job.model.architecture,
         job.model.dtype,
         config.algorithm.num_epochs,
-        num_scorings(config.algorithm, job.teacher_source is not None),
+        num_scorings(config.algorithm, config.teacher),
     )
     recorder = Recorder(
         folder=folder,

@@ -265,9 +265,12 @@ class Role:
 
 def put(x: Any, sharding: NamedSharding) -> jax.Array:
     """Puts a host array onto the devices of a sharding and returns the JAX array. With several
-    processes, each must give the same array. Each device gets only its part."""
+    processes, each must give the same array. Each device gets only its part. A JAX array that has
+    this sharding already is returned itself."""
     if jax.process_count() == 1:
         return jax.device_put(x, sharding)
+    if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+        return x
     # device_put would compare the processes' arrays each time.
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

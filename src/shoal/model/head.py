@@ -30,6 +30,14 @@ def output_head(parameters: Parameters) -> jax.Array:
     return parameters.lm_head
 
 
+def head_alone(parameters: Parameters) -> Parameters:
+    """Returns the parameters with None in place of all that `output_head` does not read; also of
+    specs or shapes."""
+    if parameters.lm_head is None:
+        return Parameters(parameters.embed_tokens, None, None)
+    return Parameters(None, None, None, parameters.lm_head)
+
+
 def _project(model: Model, head: Weight, hidden: jax.Array) -> jax.Array:
     # float32, because bfloat16 has 8 significant bits, and ratios are computed from differences of
     # logits.

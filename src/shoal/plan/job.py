@@ -69,8 +69,9 @@ from shoal.sampler.engine import Engine
 from shoal.sampler.programs import CHUNK
 from shoal.sampler.scheduler import prompt_bucket
 from shoal.text import count
-from shoal.trainer.batch import LearnerBatch
-from shoal.trainer.step import score_program
+from shoal.trainer.batch import LearnerBatch, TeacherStates, TeacherTop
+from shoal.trainer.scorers import shared_vocab_size, target_shapes
+from shoal.trainer.step import score_program, states_program, top_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
 from shoal.weights.sampler_copy import publication_program, published_shapes
 from shoal.weights.source import ModelSource, check_positions, planned_architecture
@@ -408,7 +409,7 @@ class PlannedJob:
         scored = self._runs(prompts)  # scoring takes whole steps, not mini-batches
         programs: dict[str, Any] = self.learner.programs
         planned = {}
-        if needs_old_logprobs(algorithm, bool(config.teacher.path)):
+        if needs_old_logprobs(algorithm, config.teacher.scores_samples):
             planned["score"] = Planned(
                 programs["score"],
                 role,
@@ -417,14 +418,22 @@ class PlannedJob:
                 batch_bytes=batch_bytes,
                 **self._row_loops(self.model),
             )
+        runs_of_scorers = dict.fromkeys(self._scorers(), scored)
+        targets = None
+        teacher = self._scorers().get("teacher")
+        if teacher and config.teacher.gives_distributions:
+            runs_of_scorers["teacher"] = algorithm.num_epochs * scored
+            targets = target_shapes(
+                config.teacher, teacher.architecture, self.learner.model, self.shape
+            )
         for name, model in self._scorers().items():
             scorer_batch = replace(self._batch(model.role), experts=None)
             weights = param_shapes(param_specs(model.architecture), model.role, model.dtype)
             planned[name] = Planned(
-                score_program(model, Objective.chunk_elements),
+                self._scorer_program(name, model),
                 model.role,
                 (weights, scorer_batch),
-                runs=scored,
+                runs=runs_of_scorers[name],
                 batch_bytes=bytes_per_device(scorer_batch),
                 **self._row_loops(model),
             )
@@ -439,9 +448,9 @@ class PlannedJob:
         planned["accumulate"] = Planned(
             programs["accumulate"],
             role,
-            (total, state.trainable, state.frozen, batch, state.loss_scale),
+            (total, state.trainable, state.frozen, batch, state.loss_scale, targets),
             runs=algorithm.num_epochs * runs_of_epoch,
-            batch_bytes=batch_bytes,
+            batch_bytes=batch_bytes + self._target_bytes(targets),
             **self._row_loops(self.model),
         )
         moments_in_flight = 0
@@ -456,6 +465,24 @@ class PlannedJob:
             batch_bytes=moments_in_flight,
         )
         return planned
+
+    def _scorer_program(self, name: str, model: Model) -> Program:
+        """Returns the program of one of the `_scorers`: of a teacher whose distributions are
+        compared with the policy's the one that computes them."""
+        section = self.config.teacher
+        if name != "teacher" or not section.gives_distributions:
+            return score_program(model, Objective.chunk_elements)
+        if section.divergence == "full":
+            return states_program(model)
+        vocab_size = shared_vocab_size(model.architecture, self.model.architecture)
+        return top_program(model, min(section.top_k, vocab_size), vocab_size)
+
+    def _target_bytes(self, targets: TeacherStates | TeacherTop | None) -> int:
+        """Returns the bytes on a device of what a teacher says of a micro-batch, without its head,
+        which is one of the items of the budget."""
+        if isinstance(targets, TeacherStates):
+            return bytes_per_device(targets.states)
+        return bytes_per_device(targets)
 
     def _moments_in_flight(self, trainable: Parameters) -> int:
         """Returns the bytes of Adam's moments that are on a device at a time during an update with
@@ -656,7 +683,7 @@ class PlannedJob:
                 groups,
                 groups,
                 config.algorithm.num_epochs,
-                num_scorings(config.algorithm, bool(config.teacher.path)),
+                num_scorings(config.algorithm, config.teacher),
             ),
             published_bytes=published_bytes,
             rates=self._rates(),

@@ -88,8 +88,10 @@ loss | 1 | mean | the loss that was differentiated, over updates
 objective | 1 | mean | the policy term of the loss, without KL and entropy (TorchRL's \
 loss_objective), over updates
 kl | nats | mean | KL divergence from the reference by the configured estimator, over trained tokens
-teacher/kl | nats | mean | reverse KL divergence from the teacher: log-prob of the policy minus \
-the teacher's
+teacher/kl | nats | mean | reverse KL divergence from the teacher, estimated: log-prob of the \
+policy minus the teacher's (teacher.divergence=sampled)
+teacher/divergence | nats | mean | divergence of the whole distribution from the teacher's by \
+teacher.beta (teacher.divergence=full, topk), over trained tokens
 entropy | nats | mean | entropy of the next-token distribution, over trained tokens
 context/nll | nats | mean | minus log-prob of what tools and environments said \
 (algorithm.context_coef), over these tokens

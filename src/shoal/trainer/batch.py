@@ -65,6 +65,26 @@ class LearnerBatch:
     experts: Any = None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TeacherStates:
+    """What a teacher says of each token of a micro-batch, over its whole vocabulary: its hidden
+    states, from which its head computes logits where they are needed, a few tokens at a time."""
+
+    states: Any  # [R, T, D of the teacher]: its hidden state before each token
+    head: Any  # `Parameters` with the teacher's head alone, on the trainer's devices
+    model: Any = field(metadata={"static": True})  # the teacher's `Model`, on the trainer's role
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TeacherTop:
+    """What a teacher says of each token of a micro-batch, of the tokens that it finds likeliest."""
+
+    ids: Any  # int32[R, T, K]: these tokens
+    logprobs: Any  # float32[R, T, K + 1]: log-probs of these, and of all others together
+
+
 @dataclass(frozen=True)
 class Shape:
     """The shape of a micro-batch: its rows, and the tokens of each row."""

@@ -9,17 +9,25 @@ add up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shoal.algorithm.logprobs import CHUNK_ELEMENTS, chunk_size, sliced_logprobs, token_logprobs
+from shoal.algorithm.divergence import bucket_scores, divergence, top_buckets
+from shoal.algorithm.logprobs import (
+    CHUNK_ELEMENTS,
+    by_chunks,
+    chunk_size,
+    sliced_logprobs,
+    token_logprobs,
+)
 from shoal.algorithm.loss import Objective, token_losses
 from shoal.config.choices import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
 from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.model import TeacherSection
 from shoal.mesh import Role
 from shoal.model.block import LayerAux
 from shoal.model.experts import load
@@ -27,15 +35,16 @@ from shoal.model.head import head_projection, head_slices, logits, output_head
 from shoal.model.passes import PackedRows
 from shoal.model.transformer import Model, forward
 from shoal.records import Params
-from shoal.trainer.batch import LearnerBatch
+from shoal.trainer.batch import LearnerBatch, TeacherStates, TeacherTop
 
 
-def make_objective(a: AlgorithmSection) -> Objective:
-    """Returns what the settings of `algorithm` minimise, as an `Objective` with its functions
-    loaded."""
+def make_objective(a: AlgorithmSection, teacher: TeacherSection | None = None) -> Objective:
+    """Returns what the settings of `algorithm` and `teacher` minimise, as an `Objective` with its
+    functions loaded."""
     loss = POLICY_LOSSES[a.loss]
     correction = CORRECTIONS[a.correction]
     rejection = REJECTIONS[a.rejection]
+    teacher = teacher or TeacherSection()
     return Objective(
         loss=loss.load(),
         settings=tuple(loss.settings(a).items()),
@@ -51,6 +60,8 @@ def make_objective(a: AlgorithmSection) -> Objective:
         kl_weighted=a.kl_weighted,
         entropy_coef=a.entropy_coef,
         context_coef=a.context_coef,
+        teacher_beta=teacher.beta if teacher.gives_distributions else None,
+        teacher_coef=teacher.coef if teacher.gives_distributions else 0.0,
         correction=correction.load() if correction.function else None,
         learns_from_data=a.learns_from_data,
         correction_level=a.correction_level,
@@ -105,20 +116,23 @@ def batch_logprobs(
     platform's default). Entropies have a gradient only with `entropy_gradient`. If the batch has
     `support_ids`, the distributions are over these tokens alone.
     """
-    logprobs, entropies, _ = _logprobs_and_aux(
+    logprobs, entropies, _, _ = _token_values(
         model, parameters, batch, chunk_elements, entropy_gradient
     )
     return logprobs, entropies
 
 
-def _logprobs_and_aux(
+def _token_values(
     model: Model,
     parameters: Params,
     batch: LearnerBatch,
     chunk_elements: int,
     entropy_gradient: bool,
-) -> tuple[jax.Array, jax.Array, tuple[LayerAux, ...]]:
-    """Returns what `batch_logprobs` returns, and the aux of each layer."""
+    teacher: TeacherStates | TeacherTop | None = None,
+    beta: float | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, tuple[LayerAux, ...]]:
+    """Returns what `batch_logprobs` returns, the divergence from the teacher at each token, None
+    without a `beta`, and the aux of each layer."""
     role = model.role
     hidden, tokens, aux = hidden_states(model, parameters, batch)
     before = role.split_rows(batch.before)
@@ -130,12 +144,21 @@ def _logprobs_and_aux(
     budget = chunk_elements or CHUNK_ELEMENTS[role.platform]
     head = output_head(parameters)
     vocab_size = model.architecture.vocab_size
+    compare = None
+    of_teacher = None
+    if beta is not None:
+        assert teacher is not None, "a divergence needs what a teacher says"
+        compare, of_teacher = _comparison(role, teacher, beta, batch.temperature)
+        # Logits of two models, or those of one with and without the likeliest tokens.
+        budget //= 2
     chunk = chunk_size(rows_per_device, length, vocab_size, budget)
     # All tokens are computed, prompts' too: leaving out chunks of prompts by a condition costs a
     # second gradient of the head (docs/LOG.md).
     states = _states_at(role, hidden, before)
-    # On a TPU, if all tokens need several chunks: by slices of the vocabulary instead.
-    if role.platform == "tpu" and role.tensor == 1 and chunk < length:
+    divergences = None
+    # On a TPU, if all tokens need several chunks: by slices of the vocabulary instead. A divergence
+    # needs both models' normalisers before its sum begins, so it takes chunks of tokens.
+    if role.platform == "tpu" and role.tensor == 1 and chunk < length and compare is None:
 
         def project(head_slice: Any, hidden: jax.Array) -> jax.Array:
             """Returns the logits of a slice of the vocabulary."""
@@ -155,7 +178,7 @@ def _logprobs_and_aux(
             entropy_gradient=entropy_gradient,
         )
     else:
-        logprobs, entropies = token_logprobs(
+        logprobs, entropies, divergences = token_logprobs(
             hidden=states,
             targets=tokens,
             temperature=batch.temperature,
@@ -164,13 +187,74 @@ def _logprobs_and_aux(
             support_ids=support,
             entropy_gradient=entropy_gradient,
             dense=role.platform == "gpu",
+            compare=compare,
+            teacher=of_teacher,
         )
 
     def of_completions(values: jax.Array) -> jax.Array:
         """Returns values of rows with 0 at prompts' tokens and at padding."""
         return jnp.where(batch.segment != batch.prompt, role.join_rows(values), 0.0)
 
-    return of_completions(logprobs), of_completions(entropies), aux
+    if divergences is not None:
+        divergences = of_completions(divergences)
+    return of_completions(logprobs), of_completions(entropies), divergences, aux
+
+
+def _comparison(
+    role: Role, teacher: TeacherStates | TeacherTop, beta: float, temperature: jax.Array
+) -> tuple[Callable[[jax.Array, Any], jax.Array], Any]:
+    """Returns `compare` and `teacher` of `token_logprobs`: a function from the policy's logits of
+    some tokens to their divergences, and the arrays that it reads besides, in parts of rows."""
+    if isinstance(teacher, TeacherTop):
+
+        def of_buckets(scores: jax.Array, of_teacher: tuple[jax.Array, jax.Array]) -> jax.Array:
+            ids, logprobs = of_teacher
+            return divergence(bucket_scores(scores, ids), logprobs, beta)
+
+        return of_buckets, (role.split_rows(teacher.ids), role.split_rows(teacher.logprobs))
+
+    # The head is gathered here, once for all chunks. It is never trained.
+    project = head_projection(teacher.model, jax.lax.stop_gradient(output_head(teacher.head)))
+
+    def of_vocabulary(scores: jax.Array, states: jax.Array) -> jax.Array:
+        their_scores = project(states) / temperature
+        # Models of a family have heads of different widths over one vocabulary: what is beyond it
+        # is padding.
+        width = min(scores.shape[-1], their_scores.shape[-1])
+        return divergence(scores[..., :width], their_scores[..., :width], beta)
+
+    return of_vocabulary, role.split_rows(teacher.states)
+
+
+def batch_states(model: Model, parameters: Params, batch: LearnerBatch) -> jax.Array:
+    """Returns the hidden state before each token of a batch, [R, T, D] in the type of the
+    computation. `head_projection` makes logits of it."""
+    hidden, _, _ = hidden_states(model, parameters, batch)
+    before = model.role.split_rows(batch.before)
+    return model.role.join_rows(_states_at(model.role, hidden, before)).astype(model.dtype)
+
+
+def batch_top(
+    model: Model, k: int, vocab_size: int, parameters: Params, batch: LearnerBatch
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (ids int32[R, T, k] of the likeliest tokens at each token of a batch, log-probs
+    float32[R, T, k + 1] of these and of all others together), divided by the batch's temperature.
+    Of the head's columns only the first `vocab_size` are tokens."""
+    role = model.role
+    hidden, _, _ = hidden_states(model, parameters, batch)
+    states = _states_at(role, hidden, role.split_rows(batch.before))
+    project = head_projection(model, output_head(parameters))
+    rows, length, _ = states.shape
+    rows_per_device = -(-rows // role.row_shards)
+    budget = CHUNK_ELEMENTS[role.platform]
+    chunk = chunk_size(rows_per_device, length, model.architecture.vocab_size, budget)
+
+    def of_chunk(states: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scores = project(states) / batch.temperature
+        return top_buckets(scores[..., :vocab_size], k)
+
+    ids, logprobs = by_chunks(of_chunk, states, chunk)
+    return role.join_rows(ids), role.join_rows(logprobs)
 
 
 def next_token_logits(
@@ -243,12 +327,25 @@ def expert_sums(model: Model, batch: LearnerBatch, aux: Sequence[LayerAux]) -> d
     return {LOAD: (jnp.stack(loads), num_tokens), REROUTED: (rerouted, num_given)}
 
 
-def batch_loss(model: Model, objective: Objective, parameters: Params, batch: LearnerBatch) -> Any:
+def batch_loss(
+    model: Model,
+    objective: Objective,
+    parameters: Params,
+    batch: LearnerBatch,
+    teacher: TeacherStates | TeacherTop | None = None,
+) -> Any:
     """Returns (loss, (sums, maxima, log-probs)) of a micro-batch: its part of the update's loss,
     its metrics (name -> (sum, count) and name -> (largest, count)), and its tokens' log-probs
-    float32[R, T] without gradient."""
-    lp, entropy, aux = _logprobs_and_aux(
-        model, parameters, batch, objective.chunk_elements, objective.entropy_coef > 0
+    float32[R, T] without gradient. `teacher` is what the objective's divergence is from; None if it
+    has none."""
+    lp, entropy, from_teacher, aux = _token_values(
+        model,
+        parameters,
+        batch,
+        objective.chunk_elements,
+        objective.entropy_coef > 0,
+        teacher,
+        objective.teacher_beta,
     )
     token_loss, sums, maxima = token_losses(
         objective,
@@ -261,6 +358,7 @@ def batch_loss(model: Model, objective: Objective, parameters: Params, batch: Le
         old_logprobs=batch.old_logprobs,
         sampler_logprobs=batch.sampler_logprobs,
         ref_logprobs=batch.ref_logprobs,
+        divergence=from_teacher,
     )
     sums |= expert_sums(model, batch, aux)
     loss = (batch.weight * token_loss).sum()

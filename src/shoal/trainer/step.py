@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.algorithm.loss import Objective, metric_shapes
 from shoal.config.sections.optimizer import OptimizerSection
@@ -37,8 +38,14 @@ from shoal.model.parameters import (
 )
 from shoal.model.transformer import Model
 from shoal.records import Params
-from shoal.trainer.batch import LearnerBatch
-from shoal.trainer.loss import batch_logprobs, batch_loss, expert_shapes
+from shoal.trainer.batch import LearnerBatch, TeacherStates, TeacherTop
+from shoal.trainer.loss import (
+    batch_logprobs,
+    batch_loss,
+    batch_states,
+    batch_top,
+    expert_shapes,
+)
 from shoal.trainer.optimizer import LossScale, learning_rate, make_optimizer, state_shardings
 
 PROGRAMS_KEPT = 4
@@ -199,11 +206,16 @@ class Learner:
         return replace(jax.tree.map(with_sharding, shapes, self.layout), frozen=frozen)
 
     def accumulate(
-        self, total: GradientSum | None, state: TrainState, batch: LearnerBatch
+        self,
+        total: GradientSum | None,
+        state: TrainState,
+        batch: LearnerBatch,
+        teacher: TeacherStates | TeacherTop | None = None,
     ) -> tuple[GradientSum, Any]:
         """Adds a micro-batch's gradient and metrics to `total` (None for the first one), which is
-        donated. `state` is only read. Returns (the new sum, the log-probs of the micro-batch's
-        tokens, float32[R, T])."""
+        donated. `state` is only read. `teacher` is what a teacher says of the micro-batch, on the
+        trainer's devices; None unless the objective has a divergence from it. Returns (the new sum,
+        the log-probs of the micro-batch's tokens, float32[R, T])."""
         # The first micro-batch adds to zeros: a separate program for it doubled the longest
         # compilation (5 s), and this buffer is the only one, as layers add their gradients to it in
         # place.
@@ -211,7 +223,7 @@ class Learner:
             total = self.programs["zero"]()
         on_device = put_batch(self.model, batch)
         return self.programs["accumulate"](
-            total, state.trainable, state.frozen, on_device, state.loss_scale
+            total, state.trainable, state.frozen, on_device, state.loss_scale, teacher
         )
 
     def apply(self, state: TrainState, total: GradientSum) -> tuple[TrainState, UpdateMetrics]:
@@ -315,7 +327,7 @@ def _init_by_leaf(
 def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Callable, Callable]:
     """Returns three programs: one that makes a gradient sum of zeros, one that adds a micro-batch's
     gradient to a sum, one that computes log-probs alone. They are called as zero(), accumulate(sum,
-    trainable, frozen, batch, loss scale) and score(parameters, batch)."""
+    trainable, frozen, batch, loss scale, teacher) and score(parameters, batch)."""
     # Log-probs keep the layout of rows if one process can read all of them.
     role = model.role
     everywhere = role.replicated
@@ -343,6 +355,26 @@ def score_program(model: Model, chunk_elements: int) -> Program:
     return model.role.jit(
         partial(_score, model, chunk_elements), out_shardings=model.role.host_layout
     )
+
+
+@lru_cache(PROGRAMS_KEPT)
+def states_program(model: Model) -> Program:
+    """Returns the program that computes a teacher's hidden states: (parameters, batch) ->
+    `TeacherStates.states`."""
+    return model.role.jit(partial(batch_states, model), out_shardings=_rows_layout(model.role))
+
+
+@lru_cache(PROGRAMS_KEPT)
+def top_program(model: Model, k: int, vocab_size: int) -> Program:
+    """Returns the program that computes a teacher's likeliest tokens: (parameters, batch) ->
+    (`TeacherTop.ids`, `TeacherTop.logprobs`). `k` of the first `vocab_size` tokens."""
+    compute = partial(batch_top, model, k, vocab_size)
+    return model.role.jit(compute, out_shardings=_rows_layout(model.role))
+
+
+def _rows_layout(role: Role) -> NamedSharding:
+    """Returns the sharding of arrays [R, T, ...] whose rows are split as those of a batch."""
+    return NamedSharding(role.mesh, PartitionSpec(dict(role.rules)["batch"]))
 
 
 def _map_specs(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:
@@ -377,13 +409,14 @@ def _accumulate(
     frozen: Params | None,
     batch: LearnerBatch,
     scale: LossScale | None = None,
+    teacher: TeacherStates | TeacherTop | None = None,
 ) -> tuple[GradientSum, jax.Array]:
     """Returns `total` plus the gradient and metrics of one micro-batch, and the log-probs of its
     tokens. Compiled as the program of `Learner.accumulate`. `scale` multiplies the gradient that is
-    added, but neither loss nor metrics."""
+    added, but neither loss nor metrics. `teacher` is what `batch_loss` takes."""
 
     def loss(trainable: Params) -> Any:
-        return batch_loss(model, objective, joined(trainable, frozen), batch)
+        return batch_loss(model, objective, joined(trainable, frozen), batch, teacher)
 
     # The loss alone is differentiated; the metrics are auxiliary. A system that differentiates a
     # whole record, metrics included, gets 1/8 of the gradient.

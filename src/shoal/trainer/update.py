@@ -1,7 +1,8 @@
 """All updates of one step: from its groups to new weights and the step's metrics.
 
 groups -> log-probs computed beforehand (old, reference, teacher) -> advantages[P, G]
-       -> for each epoch, each mini-batch: token weights -> micro-batches -> accumulate, apply
+       -> for each epoch, each mini-batch: token weights -> micro-batches
+       -> for each: what the teacher says of it, accumulate; then apply
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.loss import token_kl
 from shoal.config.choices import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.model import TeacherSection
 from shoal.config.sections.optimizer import BatchSection
 from shoal.protocols import Scorer
 from shoal.records import Group, NoiseKey
@@ -27,7 +29,7 @@ from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
 from shoal.trainer.loss import LOAD, REROUTED, make_objective
 from shoal.trainer.own_advantage import OwnAdvantage
-from shoal.trainer.scorers import ParameterScorer
+from shoal.trainer.scorers import ParameterScorer, TeacherDistributions
 from shoal.trainer.step import Learner, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
 
@@ -48,18 +50,24 @@ def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
     return has_teacher or max(coefficients) > 0
 
 
-def needs_old_logprobs(a: AlgorithmSection, has_teacher: bool) -> bool:
+def needs_old_logprobs(a: AlgorithmSection, scores_samples: bool) -> bool:
     """True if the trainer's log-probs are needed before the first update: because a step has
-    several updates, because the reward includes a KL, or because there is a teacher."""
+    several updates, because the reward includes a KL, or because a teacher scores the samples."""
     several_updates = make_objective(a).use_old
     kl_in_reward = a.kl_placement == "reward" and a.kl_coef > 0
-    return several_updates or kl_in_reward or has_teacher
+    return several_updates or kl_in_reward or scores_samples
 
 
-def num_scorings(a: AlgorithmSection, has_teacher: bool) -> int:
-    """Returns how many forward passes over a step's batch come before the updates: one each for
-    old, reference and teacher log-probs, if they are needed."""
-    return needs_old_logprobs(a, has_teacher) + a.scores_reference + has_teacher
+def num_scorings(a: AlgorithmSection, teacher: TeacherSection) -> int:
+    """Returns how many forward passes over a step's batch there are beside the updates: one each
+    for old, reference and teacher log-probs, if they are needed; with distributions of the teacher
+    one in each epoch."""
+    of_teacher = 0
+    if teacher.gives_distributions:
+        of_teacher = a.num_epochs
+    elif teacher.scores_samples:
+        of_teacher = 1
+    return needs_old_logprobs(a, teacher.scores_samples) + a.scores_reference + of_teacher
 
 
 def update_shapes(
@@ -111,9 +119,10 @@ class Updater:
 
     `reference` scores tokens for the KL term; None if there is no such term. `teacher` gives
     on-policy distillation: its log-prob minus the policy's, times `teacher_coef`, is added to each
-    token's advantage. `own_advantage` is the user's function that `algorithm.advantage` names; None
-    if that is an estimator. `max_tokens` is the length of the longest completion, `longest` that of
-    the longest prompt with the longest completion, `max_support` the K of `pack`. With
+    token's advantage. `distributions` are those of a teacher whose divergence is in the objective.
+    `own_advantage` is the user's function that `algorithm.advantage` names; None if that is an
+    estimator. `max_tokens` is the length of the longest completion, `longest` that of the longest
+    prompt with the longest completion, `max_support` the K of `pack`. With
     `replays_routes` the policy sends tokens to the experts that the sampler sent them to; other
     models choose experts of their own.
     """
@@ -126,6 +135,7 @@ class Updater:
     reference: Scorer | None = None
     teacher: Scorer | None = None
     teacher_coef: float = 1.0
+    distributions: TeacherDistributions | None = None
     max_tokens: int = 1
     longest: int = 0
     max_support: int = 0
@@ -293,7 +303,8 @@ class Updater:
     def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
         """Returns the numbers, out of `members`, of the groups to compute. A group whose advantages
         are all 0 is left out, unless another term gives it a gradient."""
-        if needs_all_groups(self.algorithm, self.teacher is not None):
+        has_teacher = self.teacher is not None or self.distributions is not None
+        if needs_all_groups(self.algorithm, has_teacher):
             return [int(n) for n in members]
         return [int(n) for n in members if (table.advantages[n] != 0).any()]
 
@@ -431,7 +442,10 @@ class Updater:
         logprobs = []
         for batch in batches:
             self.stop.check(patience_seconds)
-            total, lp = self.learner.accumulate(total, state, batch.arrays)
+            targets = None
+            if self.distributions:
+                targets = self.distributions.targets(batch.arrays)
+            total, lp = self.learner.accumulate(total, state, batch.arrays, targets)
             logprobs.append(lp)
         assert total is not None
         # `apply` donates the gradient in `total`, so these are taken out first.

@@ -180,7 +180,7 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Policy",
         (
             "kl",
-            "teacher/kl",
+            "teacher/",
             "entropy",
             "context/",
             "clip/",

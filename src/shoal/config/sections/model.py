@@ -130,11 +130,42 @@ class TeacherSection:
     """The keys `teacher.*`: a second model whose log-probs the policy learns from."""
 
     path: str = key("", stages=("update",), on_resume="fixed")
-    """Teacher checkpoint with the model's vocabulary, for on-policy distillation: the teacher's
-    log-prob minus the policy's is added to each token's advantage; empty for none. With
-    algorithm.advantage=none it is the whole advantage."""
+    """Teacher checkpoint with the model's vocabulary, for on-policy distillation; empty for none.
+    With algorithm.advantage=none it is the only signal."""
     coef: float = key(1.0, stages=("update",))
     """Weight of the teacher's term."""
+    divergence: Literal["sampled", "topk", "full"] = key("sampled", stages=("update",))
+    """What of the teacher's distribution is learned from. sampled: the teacher's log-prob of the
+    sampled token minus the policy's is added to the token's advantage. full: the divergence of both
+    distributions over the whole vocabulary is a term of the loss. topk: that over the teacher's
+    teacher.top_k likeliest tokens, with all others as one; needs no second head beside the
+    policy's."""
+    beta: float = key(1.0, stages=("update",))
+    """Which divergence, as in TRL: 0 forward KL(teacher, policy), 1 reverse KL(policy, teacher),
+    between them Jensen-Shannon's, generalised. sampled has 1 alone."""
+    top_k: int = key(64, stages=("update",))
+    """Tokens of topk."""
 
     def __post_init__(self) -> None:
-        at_least(self, "teacher.", 0, "coef")
+        """Checks the values: raises ShoalError, which names the key, if a number is out of its
+        range, or if sampled tokens cannot estimate the divergence that is asked for."""
+        at_least(self, "teacher.", 0, "coef", "beta")
+        at_least(self, "teacher.", 1, "top_k")
+        require(self.beta <= 1, "teacher.beta", self.beta, "a number from 0 to 1")
+        require(
+            self.divergence != "sampled" or self.beta == 1,
+            "teacher.beta",
+            self.beta,
+            "1 with teacher.divergence=sampled, whose samples of the policy estimate KL(policy, "
+            "teacher) alone; or teacher.divergence=full or topk",
+        )
+
+    @property
+    def scores_samples(self) -> bool:
+        """True if there is a teacher, of which only the log-probs of sampled tokens are read."""
+        return bool(self.path) and self.divergence == "sampled"
+
+    @property
+    def gives_distributions(self) -> bool:
+        """True if there is a teacher whose distributions are compared with the policy's."""
+        return bool(self.path) and self.divergence != "sampled"

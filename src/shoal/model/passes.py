@@ -17,7 +17,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from shoal.model.architecture import DeltaNet, Layer
+from shoal.model.architecture import Layer
 from shoal.model.attention.decode import (
     ContextAttention,
     PieceAttention,
@@ -55,7 +55,7 @@ class PackedRows:
 
     def recurrence(self) -> RowRecurrence:
         return RowRecurrence(
-            _delta_net_of(self.model),
+            self.model.architecture.delta_net_sizes,
             self.model.role.platform,
             self.segment,
             self.prompt,
@@ -82,7 +82,9 @@ class Prompts:
         return row_attention(self.model, layer, shape, self.reads, is_prefill=True)
 
     def recurrence(self) -> SequenceRecurrence:
-        return SequenceRecurrence(_delta_net_of(self.model), self.model.role.platform, self.length)
+        return SequenceRecurrence(
+            self.model.architecture.delta_net_sizes, self.model.role.platform, self.length
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ class Piece:
 
     def recurrence(self) -> SequenceRecurrence:
         count = jnp.clip(self.length - self.start, 0, self.size)
-        return SequenceRecurrence(_delta_net_of(self.model), self.model.role.platform, count)
+        return SequenceRecurrence(
+            self.model.architecture.delta_net_sizes, self.model.role.platform, count
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,9 @@ class Slots:
         return SlotAttention(self.model, layer, self.tokens)
 
     def recurrence(self) -> SlotRecurrence:
-        return SlotRecurrence(_delta_net_of(self.model), self.model.role.platform, self.tokens.live)
+        return SlotRecurrence(
+            self.model.architecture.delta_net_sizes, self.model.role.platform, self.tokens.live
+        )
 
 
 @dataclass(frozen=True)
@@ -132,11 +138,6 @@ class Context:
         return ContextAttention(self.model, layer, self.prefix_len, self.start)
 
     def recurrence(self) -> SequenceRecurrence:
-        return SequenceRecurrence(_delta_net_of(self.model), self.model.role.platform, self.count)
-
-
-def _delta_net_of(model: Model) -> DeltaNet:
-    """Returns the sizes of a model's delta nets, which it must have."""
-    sizes = model.architecture.delta_net
-    assert sizes is not None, "a pattern with delta nets has their sizes"
-    return sizes
+        return SequenceRecurrence(
+            self.model.architecture.delta_net_sizes, self.model.role.platform, self.count
+        )

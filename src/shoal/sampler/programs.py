@@ -535,11 +535,8 @@ def _tokens_by_row(role: Role, choice: TokenChoice, name: str) -> SampledTokens:
 def _chosen_experts(model: Model, aux: Sequence[LayerAux]) -> tuple[jax.Array, ...]:
     """Returns the experts of tokens [R, T, k] in each of some layers that has experts, in the type
     that is recorded."""
-    sizes = model.architecture.experts
-    assert sizes is not None, "only models with experts record them"
-    return tuple(
-        layer.experts.astype(sizes.route_type) for layer in aux if layer.experts is not None
-    )
+    route_type = model.architecture.expert_sizes.route_type
+    return tuple(layer.experts.astype(route_type) for layer in aux if layer.experts is not None)
 
 
 def _next_tokens(
@@ -852,9 +849,7 @@ def _in_pieces(
     # what the pieces so far have left
     so_far: Any
     if layer.mixer == "delta_net":
-        sizes = model.architecture.delta_net
-        assert sizes is not None, "a pattern with delta nets has their sizes"
-        so_far = empty_state(sizes, (count,), model.dtype)
+        so_far = empty_state(model.architecture.delta_net_sizes, (count,), model.dtype)
     elif keys is not None:
         so_far = None
         keys = SharedKeys(None, None, PieceKeys.of(PromptKeys(keys.k, keys.v)))
@@ -864,8 +859,7 @@ def _in_pieces(
         so_far = PieceKeys(zeros, zeros)
     experts = None
     if layer.feed_forward != "mlp":
-        assert model.architecture.experts is not None
-        shape = (count, size, model.architecture.experts.experts_per_token)
+        shape = (count, size, model.architecture.expert_sizes.experts_per_token)
         experts = jnp.zeros(shape, jnp.int32)
 
     def has_next(carry: tuple) -> jax.Array:

@@ -695,8 +695,7 @@ def _empty_pages(
 
 def _empty_states(model: Model, rows: int, siblings: int) -> StateCache:
     """Returns a cache of zeros of one delta net."""
-    sizes = model.architecture.delta_net
-    assert sizes is not None, "a pattern with delta nets has their sizes"
+    sizes = model.architecture.delta_net_sizes
     of_rows = empty_state(sizes, (rows,), model.dtype)
     of_slots = empty_state(sizes, (rows, siblings), model.dtype)
     return StateCache(*of_rows, *of_slots)

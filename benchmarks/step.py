@@ -263,7 +263,7 @@ def measure_decoding(name: str, repeats: int, dtype: str) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
-    from shoal.sampler.programs import CHUNK, StateSizes, make_programs, no_context, run_program
+    from shoal.sampler.programs import CHUNK, StateSizes, make_programs, no_turn_starts, run_program
     from shoal.weights.sampler_copy import publish_to
 
     trial = Trial(SHAPES[name], dtype)
@@ -277,7 +277,7 @@ def measure_decoding(name: str, repeats: int, dtype: str) -> dict[str, float]:
     arrays = {
         "stopped": jnp.zeros(slots, bool),
         "enough": jnp.array([[shape.prompts, shape.prompts * shape.siblings]], jnp.int32),
-        **no_context(*slots),
+        "turns": no_turn_starts(*slots),
     }
     times = []
     for _ in range(1 + repeats):

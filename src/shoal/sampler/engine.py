@@ -58,7 +58,7 @@ from shoal.sampler.programs import (
     empty_batch,
     empty_feed,
     make_programs,
-    no_context,
+    no_turn_starts,
     piece_size,
     recorded_calls,
     run_program,
@@ -702,17 +702,18 @@ class Engine:
         if with_turns and self.model.key_parts == 1:
             fed = self._start_feeds(with_turns)
         arrays = self._decode_arrays(bool(with_turns))
+        turns = arrays["turns"]
         for _, row, subgroup, active in with_turns:
             for slot, partial in enumerate(self._partials(subgroup, active)):
                 if partial.phase is Phase.FEEDING:
-                    arrays["resumed"][row, slot] = len(partial.tokens)
-                    arrays["last"][row, slot] = partial.tokens[-1]
+                    turns.resumed[row, slot] = len(partial.tokens)
+                    turns.last[row, slot] = partial.tokens[-1]
                     partial.begin_decode()
                 # These leave `context` once the step is gathered (`PartialCompletion.add`).
                 next_tokens = partial.context[:CHUNK]
                 if next_tokens:
-                    arrays["num_forced"][row, slot] = len(next_tokens)
-                    arrays["forced"][row, slot, : len(next_tokens)] = next_tokens
+                    turns.num_forced[row, slot] = len(next_tokens)
+                    turns.forced[row, slot, : len(next_tokens)] = next_tokens
         self._start_step("decode", arrays, owners, fed)
 
     def _partials(self, subgroup: int, active: ActiveRequest) -> list[PartialCompletion]:
@@ -721,8 +722,8 @@ class Engine:
 
     def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
         """Returns the arguments of a decode (see `programs._decode`) in which no slot continues
-        after a turn; the caller fills in those that do. The arguments are `stopped` and `enough`,
-        `pages` if keys are stored in pages, and those of `no_context`. `has_turns`: interrupt the
+        after a turn; the caller fills in those that do. The arguments are `stopped`, `enough`,
+        `turns`, and `pages` if keys are stored in pages. `has_turns`: interrupt the
         decode when one in TURNS_AT_ONCE of the live slots have ended."""
         replicas = self.scheduler.replicas
         # as many slots as there are: the decode is not interrupted for them
@@ -738,10 +739,10 @@ class Engine:
         arrays: dict[str, Any] = {
             "stopped": self._inactive.copy(),
             "enough": np.tile(interrupt_after, (replicas, 1)),
+            "turns": no_turn_starts(self.num_rows, self.siblings),
         }
         if self.pool:
             arrays["pages"] = self.pool.table.copy()
-        arrays.update(no_context(self.num_rows, self.siblings))
         return arrays
 
     def _start_step(

@@ -131,6 +131,18 @@ class NewRows:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class TurnStarts:
+    """How slots [N, W] begin their next turn in a decode: after which tokens, and the tokens of
+    context that they get before they sample."""
+
+    resumed: Any  # int32[N, W]: the tokens that the completion has; 0: the slot goes on as it is
+    last: Any  # int32[N, W]: the last of them
+    num_forced: Any  # int32[N, W]: how many of the slot's next tokens are given
+    forced: Any  # int32[N, W, CHUNK]: these
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class PromptTokens:
     """Prompts [R, T] of a prefill: what all layers need to know of them."""
 
@@ -314,7 +326,7 @@ def run_program(
     """Starts "prefill", "join", "feed" or "decode" on a state, without waiting, and returns (the
     next state, the `SampledTokens`; of "feed", which samples none, the experts that `_feed`
     returns). `arrays`: the other arguments of the step, as `empty_batch`, `empty_feed` and
-    `no_context` begin them.
+    `no_turn_starts` begin them.
 
     If the model's layers are compiled one by one, this function calls the program of "prefill" or
     "feed" once for each layer.
@@ -1049,16 +1061,16 @@ def empty_feed(positions: int, pages: int = 0) -> dict[str, Any]:
     return {"tokens": np.zeros((positions, FEED), np.int32), "at": at}
 
 
-def no_context(rows: int, siblings: int) -> dict[str, Any]:
-    """Returns the arguments of `_decode` that say how slots continue after a turn (`resumed`,
-    `last`, `num_forced`, `forced`), as NumPy arrays of zeros: in this decode none does."""
+def no_turn_starts(rows: int, siblings: int) -> TurnStarts:
+    """Returns the argument of a decode in which no slot begins a turn, as NumPy arrays. The caller
+    fills those in that do."""
     shape = rows, siblings
-    return {
-        "resumed": np.zeros(shape, np.int32),
-        "last": np.zeros(shape, np.int32),
-        "num_forced": np.zeros(shape, np.int32),
-        "forced": np.zeros((rows, siblings, CHUNK), np.int32),
-    }
+    return TurnStarts(
+        resumed=np.zeros(shape, np.int32),
+        last=np.zeros(shape, np.int32),
+        num_forced=np.zeros(shape, np.int32),
+        forced=np.zeros((rows, siblings, CHUNK), np.int32),
+    )
 
 
 def _weights_for_decoding(model: Model, parameters: Params) -> Params:
@@ -1083,10 +1095,7 @@ def _decode(
     state: DecodeState,
     stopped: jax.Array,
     enough: jax.Array,
-    resumed: jax.Array,
-    last: jax.Array,
-    num_forced: jax.Array,
-    forced: jax.Array,
+    turns: TurnStarts,
     model: Model,
     choice: TokenChoice,
     pages: Any = None,
@@ -1095,23 +1104,21 @@ def _decode(
     host. Stops earlier once enough[0, 0] rows or enough[0, 1] slots have ended in this decode;
     `enough` is int32[1, 2], the replica's part.
 
-    A slot with `resumed`[N, W] > 0 continues after that many tokens, the last of which is `last`[N,
-    W]. Its next `num_forced`[N, W] tokens are given by `forced`[N, W, CHUNK]: they have log-prob 0,
-    and none of them ends the slot by being an end-of-sequence token. All other tokens are sampled
-    with the noise of their positions, whether or not tokens before them were given. Keys are
-    written to `pages`[N, W, T], which must suffice for all tokens; None if keys are not stored in
-    pages. Returns (state, sampled tokens); `count` of the latter includes given tokens."""
+    Tokens that are given by `turns` have log-prob 0, and none of them ends the slot by being an
+    end-of-sequence token. All other tokens are sampled with the noise of their positions, whether
+    or not tokens before them were given. Keys are written to `pages`[N, W, T], which must suffice
+    for all tokens; None if keys are not stored in pages. Returns (state, sampled tokens); `count`
+    of the latter includes given tokens."""
     shape = state.token.shape
     parameters = _weights_for_decoding(model, parameters)
-    goes_on = resumed > 0
-    # [CHUNK, N, W]
-    forced = jnp.moveaxis(forced, -1, 0)
+    is_resumed = turns.resumed > 0
+    forced = jnp.moveaxis(turns.forced, -1, 0)  # [CHUNK, N, W]
     start = replace(
         state,
-        # a slot that goes on may be marked as done, because its last turn has ended
-        done=(state.done & ~goes_on) | stopped,
-        token=jnp.where(goes_on, last, state.token),
-        length=jnp.where(goes_on, resumed, state.length),
+        # a slot that is resumed may be marked as done, because its last turn has ended
+        done=(state.done & ~is_resumed) | stopped,
+        token=jnp.where(is_resumed, turns.last, state.token),
+        length=jnp.where(is_resumed, turns.resumed, state.length),
     )
     rows, siblings = shape
     by_step = (CHUNK, rows, siblings)
@@ -1170,7 +1177,7 @@ def _decode(
         )
         live = ~s.done
         # a live slot was live in each step before, so `step` counts its tokens
-        is_forced = step < num_forced
+        is_forced = step < turns.num_forced
         token = jnp.where(is_forced, forced[step], token)
         logprob = jnp.where(is_forced, 0.0, logprob)
         # A finished slot is computed too, and writes its last token again at its own position,

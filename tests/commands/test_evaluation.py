@@ -735,15 +735,32 @@ def test_questions_that_the_run_was_trained_on_are_counted_and_warned_of(tmp_pat
     assert "held_out: 1 of 2 questions has 13 words in a row that training data of" in printed
     assert "train.jsonl, line 1" in printed
 
+    later = str(stored_run(tmp_path / "later", ["task=words", f"model={model}"]))
+    assert shared_questions(later, task, Console(io.StringIO())) == overlaps
     data.unlink()
     out = io.StringIO()
     assert shared_questions(model, task, Console(out)) == {}
-    assert "was trained on questions that it is evaluated on is not known: " in " ".join(
+    assert "was trained on questions that are evaluated on is not known: " in " ".join(
         out.getvalue().split()
     )
     generated = str(stored_run(tmp_path / "words", ["task=words"]))
     assert shared_questions(generated, task, Console(out)) == {}
     assert shared_questions("tiny", task, Console(out)) == {}
+
+
+@pytest.mark.slow
+def test_a_benchmark_is_evaluated_from_a_file_of_its_own(tmp_path, capsys):
+    question = {"Question": "Which is 2?", "Correct Answer": "2"}
+    for number in (1, 2, 3):
+        question[f"Incorrect Answer {number}"] = f"{number}0"
+    data = tmp_path / "gpqa_diamond.jsonl"
+    data.write_text(json.dumps(question) + "\n")
+    words = ["eval", "model=tiny", "task=gpqa", f"task.path={data}", "batch=8", "json=true"]
+    assert cli.main([*words, "sampling.max_completion_tokens=8"]) == 0
+    figures = json.loads(capsys.readouterr().out)["held_out"]
+    assert figures["num_questions"] == 1 and figures["accuracy_interval"][0] == 0
+    assert figures["sampled_protocol"] == "4 completions a question at temperature 0.5"
+    assert "overlapping_questions" not in figures  # the packaged model's data is not known
 
 
 def stored_run(folder: Path, words: list[str]) -> Path:

@@ -230,6 +230,11 @@ SUM = "a, b = map(int, input().split())\nprint(a + b)"
         ("if __name__ == '__main__':\n    print(sum(map(int, input().split())))", "passed"),
         ("from __future__ import annotations\n" + SUM, "passed"),
         ("out = open(1, 'w')\nout.write(str(sum(map(int, input().split()))))", "passed"),
+        (
+            "from threading import Thread\nfrom time import sleep\ndef run():\n    sleep(0.1)\n"
+            "    print(sum(map(int, input().split())))\nThread(target=run).start()",
+            "passed",
+        ),
         ("print(reduce(add, map(int, input().split())))", "passed"),  # names of the prelude
         ("print(3)", "failed"),  # right for the first input alone
         ("print(input())", "failed"),

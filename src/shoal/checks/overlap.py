@@ -25,16 +25,17 @@ class Overlap:
     question: str = ""  # the first of them, and the training row that has its words
     place: str = ""
 
-    def warning(self, name: str, run: str) -> str:
-        """Returns the warning for the set of questions `name`, with which a model of `run` is
-        evaluated; "" if no question is shared."""
+    def warning(self, name: str, model: str) -> str:
+        """Returns the warning for the set of questions `name`, on which the model is evaluated; ""
+        if no question is shared."""
         if not self.num_shared:
             return ""
         have = "has" if self.num_shared == 1 else "have"
         return (
             f"{name}: {self.num_shared} of {count(self.num_questions, 'question')} {have} "
-            f"{NUM_WORDS} words in a row that training data of {run} has too, {self.num_whole} of "
-            "them all their words, so that figures on them say little; the first is "
+            f"{NUM_WORDS} words in a row that training data of {model} has too, "
+            f"{self.num_whole} of them all their words, so that figures on them say little; the "
+            "first is "
             f"{shorten(self.question, 60)!r}, in {self.place}"
         )
 

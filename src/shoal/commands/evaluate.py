@@ -116,15 +116,14 @@ def evaluate(
 def shared_questions(model: str, task: Task, console: Console) -> dict[str, Overlap]:
     """Returns set of questions -> how many of them the training data of the run `model` holds too,
     and warns of each set that shares any. {} if the model is no run, or its data is not known."""
-    trained_on = rows_trained_on(model, console)
-    if trained_on is None:
+    rows = rows_trained_on(model, console)
+    if rows is None:
         return {}
-    run, rows = trained_on
     overlaps = {}
     for name, examples in task.evaluations.items():
         questions = [question_text(example, task.question) for example in examples]
         overlaps[name] = find_overlap(questions, rows)
-        warning = overlaps[name].warning(name, run)
+        warning = overlaps[name].warning(name, model)
         if warning:
             console.warning(warning)
     return overlaps

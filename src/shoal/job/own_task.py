@@ -3,8 +3,8 @@ by default, and the rows that it was trained on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from shoal.config.arguments import Layer, Setting
 from shoal.config.commands import EvalConfig
@@ -89,24 +89,41 @@ def config_for_eval_of_run(
     return config, replace(resolved, notes=(line, *resolved.notes))
 
 
-def rows_trained_on(path: str, console: Console) -> tuple[str, Sequence[Example]] | None:
-    """Returns (the run's folder, the rows that it was trained on) if `path`, the model's, is a run
-    or one of its checkpoints; None for any other model, and for a run whose questions were
-    generated. Rows that cannot be read again, or came from Python, are None with a note."""
-    checkpoint = find_checkpoint(find_input(path, "model.path"))
+def rows_trained_on(path: str, console: Console) -> list[Example] | None:
+    """Returns the rows that a model was trained on if `path`, the model's, is a run or one of its
+    checkpoints: those of the run, and of the runs that it began from. None for any other model, and
+    if all these runs generated their questions. Rows that cannot be read again, or came from
+    Python, are left out, with a note."""
+    rows: list[Example] = []
+    is_known = False
+    seen: set[Path] = set()
+    run = _run_at(path)
+    while run is not None and run not in seen:
+        seen.add(run)
+        stored = read_requested(run)
+        if stored.task.name not in GENERATED_TASKS:
+            try:
+                rows.extend(load_questions(stored.task, stored.reward).train)
+                is_known = True
+            except ShoalError as error:
+                console.note(
+                    f"whether {run} was trained on questions that are evaluated on is not known: "
+                    f"{error}"
+                )
+        run = _run_at(stored.model.path)
+    return rows if is_known else None
+
+
+def _run_at(path: str) -> Path | None:
+    """Returns the folder of the run that a model's path names, with or without a checkpoint; None
+    if it is no run, or has no checkpoint."""
+    try:
+        checkpoint = find_checkpoint(find_input(path, "model.path"))
+    except ShoalError:  # no checkpoint, or nothing at an address in a bucket
+        return None
     if checkpoint is None or not is_run(checkpoint[0]):
         return None
-    run = checkpoint[0]
-    stored = read_requested(run)
-    if stored.task.name in GENERATED_TASKS:
-        return None
-    try:
-        return str(run), load_questions(stored.task, stored.reward).train
-    except ShoalError as error:
-        console.note(
-            f"whether {path} was trained on questions that it is evaluated on is not known: {error}"
-        )
-        return None
+    return checkpoint[0]
 
 
 def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:

@@ -10,6 +10,7 @@ import io
 import os
 import sys
 import tempfile
+import threading
 from typing import Any
 
 PART_CHARS = 100_000
@@ -60,6 +61,9 @@ def shoal_run(source: str, text: str) -> int:
         exec(compile(PRELUDE, "<prelude>", "exec"), names)
         with contextlib.suppress(SystemExit):
             exec(compile(source, "<program>", "exec"), names)
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread():
+                thread.join()
         # What the program wrote through a file of its own is written once that is gone.
         names.clear()
         with contextlib.suppress(OSError, ValueError):  # the program closed its output

@@ -421,7 +421,7 @@ def test_a_runs_error_names_their_flags_beside_our_keys():
 
 def test_that_nothing_is_pushed_is_said_of_files_too(tmp_path):
     file = tmp_path / "trl.yml"
-    said = "nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload"
+    said = "nothing is pushed while training: `shoal export from=RUN to=hub:USER/NAME`"
     for text, is_said in (("true", True), ("false", False)):
         file.write_text(f"push_to_hub: {text}\nhub_model_id: me/x\nlearning_rate: 1.0e-05\n")
         notes = compose("train", [str(file)])[1].notes

@@ -3,6 +3,7 @@ profiler traces."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ import pytest
 from shoal.config.sections.train import ReportSection, WandbSection
 from shoal.job.training import Profiler
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
+from shoal.report.console import Console
 from shoal.report.sinks import Background, check_sinks, completion_rows, make_sinks
 from shoal.report.tensorboard import TensorboardSink
 from shoal.report.wandb import WandbSink
@@ -204,6 +206,18 @@ def test_a_table_has_the_least_and_the_most_rewarded_completion_of_a_few_groups(
         ("1.0", 1.0, 9.0),
     ]
     assert rows[0]["prompt"] == "user: ?" and len({tuple(row) for row in rows}) == 1
+
+
+def test_the_terminal_shows_the_answers_to_one_prompt():
+    out = io.StringIO()
+    question = {"prompt": "user: How many?", "completion": "four\n" + "x" * 1000, "reward": 0.25}
+    Console(out).answers(7, [question, question | {"completion": "4", "reward": 1.0}])
+    head, worst, best = out.getvalue().splitlines()
+    assert head == "step 7, prompt: user: How many?" and best == "    reward 1: 4"
+    assert worst.startswith("    reward 0.25: four xxx") and len(worst) < 330
+    Console(out).answers(8, [])
+    Console(out).answers(9, [question, question | {"prompt": "user: Who?"}])
+    assert len(out.getvalue().splitlines()) == 5
 
 
 # ---- Weights & Biases

@@ -618,7 +618,7 @@ FLAGS: list[Flag] = [
         is_switch=True,
     ),
     *idle(
-        "nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload NAME FOLDER`",
+        "nothing is pushed while training: `shoal export from=RUN to=hub:USER/NAME`",
         "push_to_hub",
         is_quiet=False,
     ),
@@ -627,7 +627,8 @@ FLAGS: list[Flag] = [
         "log_completions",
         "report.completions_every",
         flags.if_true({"report.completions_every": "1"}, {"report.completions_every": "0"}),
-        "each step a table of a few completions for Weights & Biases and TensorBoard",
+        "each step a prompt's best and worst answer in the terminal, and a table of a few "
+        "completions for Weights & Biases and TensorBoard",
         is_switch=True,
     ),
     *idle("every group is written to the run's groups/", "num_completions_to_print"),
@@ -719,7 +720,7 @@ FLAGS: list[Flag] = [
           """,
     ),
     *idle(
-        "nothing is pushed: `shoal export from=RUN to=FOLDER`, then `hf upload NAME FOLDER`",
+        "nothing is pushed while training: `shoal export from=RUN to=hub:USER/NAME`",
         "hub_token hub_private_repo hub_always_push hub_revision",
     ),
     *idle(

@@ -17,7 +17,7 @@ from typing import Any, TextIO, TypeAlias
 from shoal.records import Group, Prompt
 from shoal.runs.lines import EventLevel
 from shoal.runs.summary import evaluation_text, step_texts, summary_rows
-from shoal.text import duration, one_line, text_table
+from shoal.text import duration, one_line, shorten, text_table
 
 LINES_A_RUN, FIRST_STEPS, QUIET_SECONDS = 40, 3, 60.0
 """A run prints its first FIRST_STEPS steps, then about LINES_A_RUN lines at equal distances, and at
@@ -25,6 +25,8 @@ least one line every QUIET_SECONDS."""
 FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
 """Time after which an evaluation first prints how long it will take, and time between such
 lines."""
+ANSWER_CHARACTERS = 300
+"""Most characters of an answer, and of its prompt, among the answers of a step."""
 _MOST_UNKEPT = 1000
 """Most lines, and events, that are remembered until there is a file for them."""
 
@@ -201,6 +203,18 @@ class Console:
             self._show_bar(step, steps, f"{step}/{steps}  {line}")
         elif step >= steps:
             self.close()
+
+    def answers(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Prints sampled answers to the first prompt among the rows (`completion_rows`), each in
+        one line with its reward; nothing without rows. Long texts are shortened in the middle."""
+        if not rows:
+            return
+        prompt = rows[0]["prompt"]
+        self._write(f"step {step}, prompt: {shorten(prompt, ANSWER_CHARACTERS)}")
+        for row in rows:
+            if row["prompt"] == prompt:
+                text = shorten(row["completion"], ANSWER_CHARACTERS)
+                self._write(f"    reward {row['reward']:.3g}: {text}", "dim")
 
     def _show_bar(self, step: int, steps: int, text: str) -> None:
         """Shows the progress bar, or updates it: `step` of `steps`, and a text behind the bar."""

@@ -94,7 +94,7 @@ class Recorder:
     # as that
     warnings_stop: bool = False
     warned: list[Finding] = field(default_factory=list)  # findings since the loop last read them
-    # number of steps between tables of completions for the sinks; 0: no tables
+    # number of steps between answers in the terminal, and tables of them for the sinks; 0: none
     completions_every: int = 0
     _exhausted: bool = False
     # seconds per completion of the last evaluation in which nothing was compiled
@@ -184,7 +184,7 @@ class Recorder:
             self.totals[name] += result[name]
         self.folder.write_metrics(number, result)
         rows = []
-        if self.sinks and self.completions_every and number % self.completions_every == 0:
+        if self.completions_every and number % self.completions_every == 0:
             rows = completion_rows(record.groups, record.advantages)
         for sink in self.sinks:
             sink.write_completions(number, rows)
@@ -195,6 +195,7 @@ class Recorder:
             )
         self.spent("record", time.perf_counter() - started)
         self.console.step(number, self.steps, result)
+        self.console.answers(number, rows)
         self._warn(self.watch.step(number, result, record.groups))
         return result
 

@@ -124,7 +124,8 @@ class ReportSection:
     """Write metrics for TensorBoard to `tensorboard/`."""
     wandb: WandbSection = field(default_factory=WandbSection)
     completions_every: int = key(0, stages=())
-    """Steps between tables of a few completions for TensorBoard and Weights & Biases; 0: none."""
+    """Steps after which the terminal shows a prompt's answers of least and most reward, and
+    TensorBoard and Weights & Biases a table of a few completions; 0: never."""
     timeline: bool = key(False, stages=())
     """Write `timeline.json` for Perfetto: when trainer, sampler, rewards and publication worked and
     waited."""

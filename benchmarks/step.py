@@ -263,7 +263,8 @@ def measure_decoding(name: str, repeats: int, dtype: str) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
 
-    from shoal.sampler.programs import CHUNK, StateSizes, make_programs, no_turn_starts, run_program
+    from shoal.sampler.decode_state import StateSizes
+    from shoal.sampler.programs import CHUNK, make_programs, no_turn_starts, run_program
     from shoal.weights.sampler_copy import publish_to
 
     trial = Trial(SHAPES[name], dtype)

@@ -41,7 +41,7 @@ from shoal.model.parameters import (
     trained_specs,
 )
 from shoal.model.transformer import Model
-from shoal.sampler.programs import StateSizes, state_shapes
+from shoal.sampler.decode_state import StateSizes, state_shapes
 from shoal.trainer.schedule import schedule_of
 from shoal.weights.source import reward_architectures
 

@@ -21,7 +21,7 @@ from shoal.model.attention.selector import by_pages
 from shoal.model.attention.softmax import largest_block
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
-from shoal.sampler.programs import DecodeState, StateSizes, state_shapes
+from shoal.sampler.decode_state import DecodeState, StateSizes, state_shapes
 from shoal.sampler.scheduler import num_rows
 from shoal.text import count
 from shoal.weights.source import make_model

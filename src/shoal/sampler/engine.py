@@ -33,6 +33,14 @@ from shoal.model.attention.selector import by_pages, decodes_by_kernel
 from shoal.model.transformer import Model
 from shoal.protocols import Cancel, End, Extend, Message, SampleRequest
 from shoal.records import Completion, Params, Purpose, ShoalError
+from shoal.sampler.decode_state import (
+    OUT_OF_RANGE_ROW,
+    SWAP_ROWS,
+    SWAP_SHARE,
+    DecodeState,
+    StateSizes,
+    state_shapes,
+)
 from shoal.sampler.partial import (
     ActiveRequest,
     Decode,
@@ -48,13 +56,8 @@ from shoal.sampler.programs import (
     CHUNK,
     FEED,
     FEED_ROWS,
-    OUT_OF_RANGE_ROW,
-    SWAP_ROWS,
-    SWAP_SHARE,
     TURNS_AT_ONCE,
-    DecodeState,
     SampledTokens,
-    StateSizes,
     empty_batch,
     empty_feed,
     make_programs,
@@ -62,7 +65,6 @@ from shoal.sampler.programs import (
     piece_size,
     recorded_calls,
     run_program,
-    state_shapes,
 )
 from shoal.sampler.row_memory import PagePool, ParkedRows, SubgroupKey
 from shoal.sampler.scheduler import (

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from shoal.model.attention.caches import NO_PAGE
-from shoal.sampler.programs import DecodeState
+from shoal.sampler.decode_state import DecodeState
 
 
 class PagePool:

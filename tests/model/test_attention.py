@@ -30,7 +30,7 @@ from shoal.model.attention.blocked import attend_by_blocks
 from shoal.model.attention.caches import cache_size, keys_at_once
 from shoal.model.attention.reference import attend_at_once
 from shoal.model.attention.rule import Tokens, blocks_of, full_blocks, needed_blocks, reads
-from shoal.model.attention.selector import attention_kind
+from shoal.model.attention.selector import attention_kind, decodes_by_kernel
 from shoal.model.attention.softmax import PLAIN, Scoring, kernel_fault_of, largest_block
 from shoal.model.parameters import shardings
 from shoal.model.rotary import rotate
@@ -216,7 +216,7 @@ def with_a_column_of_sinks(q, k, v, sinks, mask, scoring):
     dropped after the softmax. A query without keys gives 0."""
     share = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, share, 2) for x in (k, v))
-    scores = jnp.einsum("rqha,rtha->rhqt", q, k) * (scoring.scale or q.shape[-1] ** -0.5)
+    scores = jnp.einsum("rqha,rtha->rhqt", q, k) * q.shape[-1] ** -0.5
     if scoring.cap:
         scores = scoring.cap * jnp.tanh(scores / scoring.cap)
     has_keys = mask.any(-1)[:, None, :, None]
@@ -242,18 +242,16 @@ def value_and_gradients(function, arrays, weight) -> list[np.ndarray]:
 
 SCORINGS = [
     pytest.param(
-        Scoring(scale, cap, window),
+        Scoring(cap, window),
         has_sinks,
-        marks=[] if (scale, cap, window, has_sinks) == (0.6, 1.5, 5, True) else pytest.mark.slow,
+        marks=[] if (cap, window, has_sinks) == (1.5, 5, True) else pytest.mark.slow,
     )
-    for scale, cap, window, has_sinks in product(
-        (0.0, 0.6), (0.0, 1.5), (0, 1, 5, 40), (False, True)
-    )
+    for cap, window, has_sinks in product((0.0, 1.5), (0, 1, 5, 40), (False, True))
 ]
 
 
 @pytest.mark.parametrize(("scoring", "has_sinks"), SCORINGS)
-def test_windows_caps_sinks_and_scales_are_those_of_float64(scoring, has_sinks):
+def test_windows_caps_and_sinks_are_those_of_float64(scoring, has_sinks):
     """In value and gradient. Windows are shorter than a block of 16 tokens, and longer; prompts are
     longer than most windows, and have several completions in a row."""
     segment, prompt = rows_of(96)
@@ -294,7 +292,7 @@ def test_windows_caps_and_sinks_in_bfloat16_and_in_parts_of_rows(form):
     def results(form, dtype):
         def attention(q, k, v, sinks):
             q, k, v = (x.astype(dtype) for x in (q, k, v))
-            return form(q, k, v, tokens, tokens, Scoring(0.6, 1.5, 5), sinks)
+            return form(q, k, v, tokens, tokens, Scoring(1.5, 5), sinks)
 
         single = [jnp.asarray(x, jnp.float32) for x in arrays]
         return value_and_gradients(attention, single, jnp.asarray(weight, jnp.float32))
@@ -346,7 +344,7 @@ def test_a_window_longer_than_all_sequences_changes_no_bit(form):
     tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
     *arrays, weight = (jnp.asarray(x, jnp.float32) for x in inputs(96, 4, 2, 8))
     found = []
-    for scoring in (Scoring(), Scoring(8**-0.5, 0.0, 96)):
+    for scoring in (Scoring(), Scoring(window=96)):
         attention = partial(form, query=tokens, key=tokens, scoring=scoring)
         found.append(value_and_gradients(attention, arrays, weight))
     for ours, plain in zip(*found, strict=True):
@@ -364,10 +362,18 @@ def test_a_window_over_tokens_without_places_is_an_error():
 def test_what_the_kernels_cannot_compute_is_named():
     assert kernel_fault_of(Scoring(), sinks=False) == ""
     assert kernel_fault_of(Scoring(window=8), sinks=False) == "the kernels have no windows"
-    assert kernel_fault_of(Scoring(0.5, 30.0, 8), sinks=True) == (
-        "the kernels have no windows and no soft caps and no sinks "
-        "and no scale other than 1/sqrt(head_dim)"
+    assert kernel_fault_of(Scoring(30.0, 8), sinks=True) == (
+        "the kernels have no windows and no soft caps and no sinks"
     )
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_another_scale_of_scores_costs_no_kernel(platform, monkeypatch):
+    """As Gemma 3 27B has it, in its layers without a window."""
+    monkeypatch.setattr(Role, "platform", platform)
+    a = replace(QWEN3, head_dim=128, query_scale=168**-0.5)
+    assert attention_kind(Model(a, roles().trainer), 1, 4096) == "pallas"
+    assert decodes_by_kernel(Model(a, roles().sampler))
 
 
 @pytest.mark.slow
@@ -441,7 +447,8 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(
     monkeypatch.setattr(selector, "_row_kernel_refusal", row_kernel_refusal)
     for module in (gpu_attention, tpu_attention):
         monkeypatch.setattr(module, "attend_rows", partial(module.attend_rows, interpret=True))
-    groups = random_groups(QWEN3, 12, 3, 16, 16)
+    a = replace(QWEN3, query_scale=0.4)
+    groups = random_groups(a, 12, 3, 16, 16)
     where = roles(*mesh)
     (batch,) = batches(groups, shards=where.trainer.row_shards // where.trainer.context)
     found = []
@@ -449,9 +456,9 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(
         if attention == kind and platform == "tpu":
             monkeypatch.setattr(Role, "platform", platform)
         one = Learner(
-            Model(QWEN3, where.trainer, attention=attention), ON_POLICY, OptimizerSection(), 10
+            Model(a, where.trainer, attention=attention), ON_POLICY, OptimizerSection(), 10
         )
-        state = one.init(jax.device_put(random_parameters(QWEN3), shardings(QWEN3, where.trainer)))
+        state = one.init(jax.device_put(random_parameters(a), shardings(a, where.trainer)))
         total, lp = one.accumulate(None, state, batch)
         found.append(
             [np.concatenate([np.ravel(x) for x in jax.tree.leaves(total.gradient)]), np.asarray(lp)]

@@ -22,6 +22,7 @@ from small import (
 )
 from small_engine import play, played_groups, request
 
+from shoal.model.block import scaled_queries
 from shoal.model.compiler_habits import gated_product
 from shoal.model.linear import linear
 from shoal.model.rotary import rotary, rotate, rotate_by_product
@@ -82,6 +83,19 @@ def test_the_trainer_scores_as_a_model_with_its_rounded_weights(architecture):
     of_masters = np.asarray(score(masters))
     of_published = np.asarray(score(publish_to(model, masters)))
     assert np.array_equal(of_masters, of_published)
+
+
+def test_a_scale_of_scores_is_not_rounded_before_it_multiplies_queries():
+    """Rounded, it would change all scores by up to 1/512: another temperature of the softmax."""
+    query_scale = 168**-0.5
+    q = jax.random.normal(jax.random.key(0), (1, 64, 2, 128), jnp.bfloat16)
+    ours = np.asarray(scaled_queries(q, query_scale), np.float64)
+    exact = np.asarray(q, np.float64) * query_scale * 128**0.5
+    changes = ours / exact - 1
+    assert np.abs(changes).max() <= 2**-8  # bfloat16's own rounding
+    assert abs(changes.mean()) < 2**-12
+    factor = np.float64(jnp.bfloat16(query_scale * 128**0.5)) / (query_scale * 128**0.5)
+    assert abs(factor - 1) > 2**-10  # what it would have been
 
 
 @pytest.mark.slow

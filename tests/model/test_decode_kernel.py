@@ -130,8 +130,7 @@ def test_each_slot_may_read_other_keys_of_its_rows_prompt():
 
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("cap", [0.0, 1.5])
-@pytest.mark.parametrize("scale", [0.0, 0.6])
-def test_scales_caps_and_sinks_over_caches_are_those_of_float64(scale, cap, has_sinks):
+def test_caps_and_sinks_over_caches_are_those_of_float64(cap, has_sinks):
     """Over keys that two devices have, too: their sums are joined before the sinks are added."""
     heads, _, _, (prefix_k, prefix_v, own_k, own_v) = drawn(2, 32)
     q = heads[:, :, :4]
@@ -150,7 +149,7 @@ def test_scales_caps_and_sinks_over_caches_are_those_of_float64(scale, cap, has_
         count = jnp.int32(128)
         inputs = q[:, :, None], prompt, own, count, count, (64, 64), merge
         of_heads = jnp.asarray(sinks, jnp.float32) if has_sinks else None
-        out = online_softmax(*inputs, Scoring(scale, cap), of_heads)
+        out = online_softmax(*inputs, Scoring(cap), of_heads)
         for row, slot, head in np.ndindex(3, 2, 4):
             mask = np.concatenate([prompt_mask[row, slot], own_mask[row, slot]])
             of_head = []
@@ -158,7 +157,7 @@ def test_scales_caps_and_sinks_over_caches_are_those_of_float64(scale, cap, has_
                 both = np.concatenate([before[row, head // 2], after[row, slot, head // 2]])
                 of_head.append(both.astype(np.float64)[mask])
             k, v = of_head
-            scores = k @ np.asarray(q[row, slot, head], np.float64) * (scale or 32**-0.5)
+            scores = k @ np.asarray(q[row, slot, head], np.float64) * 32**-0.5
             if cap:
                 scores = cap * np.tanh(scores / cap)
             weights = devices * np.exp(scores)

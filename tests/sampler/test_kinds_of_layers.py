@@ -323,8 +323,7 @@ def test_experts_are_recorded_for_training_alone():
 @pytest.mark.compile_quickly(False)  # hundreds of tokens, by an interpreted kernel
 def test_keys_in_pages_are_read_by_other_layers_too(monkeypatch):
     """As a TPU has its keys: in pages without a window, in rings with one."""
-    a = replace(SHARED_KEYS, query_scale=0.0)
-    theirs = play(engine_of(a, slots=2, siblings_per_row=1), (0, 2), most=400)
+    theirs = play(engine_of(SHARED_KEYS, slots=2, siblings_per_row=1), (0, 2), most=400)
     monkeypatch.setattr(Role, "platform", "tpu")
 
     def decode_kernel_refusal(model: Model, layer: Layer | None = None) -> str:
@@ -334,7 +333,7 @@ def test_keys_in_pages_are_read_by_other_layers_too(monkeypatch):
     kernel = partial(decode_tpu.attend_pages, interpret=True)
     monkeypatch.setattr(decode_tpu, "attend_pages", kernel)
     # other sizes: else the programs of the first engine would be taken
-    engine = engine_of(a, slots=2, siblings_per_row=1, max_completion_tokens=800)
+    engine = engine_of(SHARED_KEYS, slots=2, siblings_per_row=1, max_completion_tokens=800)
     kinds = [type(cache) for cache in engine.state_shapes().caches]
     assert kinds == [RingCache, PagedCache, RingCache, PagedCache, NoCache, NoCache]
     ours = play(engine, (0, 2), most=400)

@@ -205,6 +205,7 @@ def _attend(
         k = layer_norm(model, k, w.k_norm)
     if a.v_norm and keys is None:
         v = layer_norm(model, v, None)
+    q = scaled_queries(q, a.query_scale)
     cos, sin = rope
     rotates_halves = 2 * cos.shape[-1] == q.shape[-1]
     rotate = habits.rotate if rotates_halves else rotate_part
@@ -237,6 +238,16 @@ def _attend(
     if gate is not None:
         out = out * jax.nn.sigmoid(gate)
     return linear(w.o, jax.lax.collapse(out, out.ndim - 2)), cache, left
+
+
+def scaled_queries(q: jax.Array, query_scale: float) -> jax.Array:
+    """Returns queries q[R, T, H, A] with the factor that gives scores the model's scale
+    (`Architecture.query_scale`): all forms of attention multiply scores by 1/sqrt(A) themselves."""
+    if not query_scale:
+        return q
+    factor = query_scale * q.shape[-1] ** 0.5
+    # In float32: rounded to q's type, the factor would change all scores alike.
+    return (q.astype(jnp.float32) * factor).astype(q.dtype)
 
 
 def _unrotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

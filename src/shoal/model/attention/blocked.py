@@ -62,13 +62,13 @@ def attend_by_blocks(
 
     A query reads the keys at or before it in its own segment and in its prompt's, and within the
     window of `scoring`. A query of segment 0, padding, reads none: its result and its gradient are
-    0. Scores are scaled and capped as `scoring` says; they and all sums are float32. sinks[H] are
-    those of `reference.attend`. Up to `at_once` blocks of queries are computed together, the
-    largest divisor of their number (0: all).
+    0. Scores are scaled by 1/sqrt(A) and capped as `scoring` says; they and all sums are float32.
+    sinks[H] are those of `reference.attend`. Up to `at_once` blocks of queries are computed
+    together, the largest divisor of their number (0: all).
     """
     key_heads, head_dim = k.shape[-2:]
     count, block = blocks.own.segment.shape
-    queries = by_key_head(q, key_heads, scoring.scale)
+    queries = by_key_head(q, key_heads)
     queries = queries.reshape(count, block, key_heads, -1, head_dim)
     keys = k.reshape(-1, block, key_heads, head_dim)
     values = v.reshape(-1, block, key_heads, head_dim)

@@ -100,13 +100,13 @@ def online_softmax(
     changes no bit of a row that already has a key, so neither the padding of a row nor the other
     rows of the batch affect its result. `blocks` are the most keys of a block of the prompt's and
     of the own keys: the block is the largest divisor of the number of keys up to that. Scores are
-    scaled and capped as `scoring` says; its window is not read, since the masks have it. There is
-    no gradient. `merge` is called with the sums before the division; None if each device has whole
-    heads. sinks[H] are those of `reference.attend`, of the heads that are left after `merge`: they
-    are added once, after it.
+    scaled by 1/sqrt(A) and capped as `scoring` says; its window is not read, since the masks have
+    it. There is no gradient. `merge` is called with the sums before the division; None if each
+    device has whole heads. sinks[H] are those of `reference.attend`, of the heads that are left
+    after `merge`: they are added once, after it.
     """
     prefix_block, own_block = blocks
-    q = by_key_head(q, own.k.shape[-3], scoring.scale)[:, :, 0]  # [R, S, K, g, A]
+    q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
     rows, slots, key_heads, group_size, head_dim = q.shape
     # The slots of a row are the queries of one product with the prompt's keys and values.
     of_row = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]

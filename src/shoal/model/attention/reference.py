@@ -30,12 +30,12 @@ def attend(
     is True -> [R, C, H, A].
 
     H is a multiple of K; each key/value head serves H // K consecutive query heads. Scores are
-    scaled and capped as `scoring` says; its window is not read, since the mask has it. Scores and
-    all sums are float32. sinks[H] enter the sum of weights as a key's score does, unscaled and
-    uncapped, and have no value. A query without any key gives 0, and no gradient.
+    scaled by 1/sqrt(A) and capped as `scoring` says; its window is not read, since the mask has it.
+    Scores and all sums are float32. sinks[H] enter the sum of weights as a key's score does,
+    unscaled and uncapped, and have no value. A query without any key gives 0, and no gradient.
     """
     # Letters: r rows, c queries, t keys, k key heads, g query heads of each, a dimensions.
-    q = by_key_head(q, k.shape[-2], scoring.scale)  # [R, C, K, g, A]
+    q = by_key_head(q, k.shape[-2])  # [R, C, K, g, A]
     scores = capped(einsum32("rckga,rtka->rkgct", q, k), scoring.cap)
     scores = masked(scores, mask[:, None, None])
     top = scores.max(-1, keepdims=True)

@@ -83,10 +83,7 @@ def first_attention(a: Architecture) -> Layer | None:
 
 def scoring_of(a: Architecture, layer: Layer) -> Scoring:
     """Returns how a kind of layer computes scores."""
-    # The usual factor is not named: with any other there is no kernel.
-    is_usual = a.query_scale == a.head_dim_of(layer) ** -0.5
-    scale = 0.0 if is_usual else a.query_scale
-    return Scoring(scale=scale, cap=a.score_cap, window=layer.window)
+    return Scoring(cap=a.score_cap, window=layer.window)
 
 
 def _fitting_kind(model: Model, layer: Layer, rows: int, size: int) -> str:

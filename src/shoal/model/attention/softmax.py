@@ -37,13 +37,12 @@ Power = Callable[[jax.Array], jax.Array]
 class Scoring(NamedTuple):
     """How a layer scores keys. It is static: numbers known when a program is compiled."""
 
-    scale: float = 0.0  # factor of the scores; 0: 1/sqrt(A)
     cap: float = 0.0  # soft cap c: scores become c * tanh(score / c); 0: none
     window: int = 0  # a query reads at most so many keys, its own included; 0: all
 
 
 PLAIN = Scoring()
-"""Scores scaled by 1/sqrt(A), without cap or window."""
+"""Scores without cap or window."""
 
 
 def kernel_fault_of(scoring: Scoring, sinks: bool) -> str:
@@ -53,7 +52,6 @@ def kernel_fault_of(scoring: Scoring, sinks: bool) -> str:
         "windows": scoring.window > 0,
         "soft caps": scoring.cap > 0,
         "sinks": sinks,
-        "scale other than 1/sqrt(head_dim)": scoring.scale > 0,
     }
     missing = [f"no {name}" for name, is_wanted in wanted.items() if is_wanted]
     return f"the kernels have {' and '.join(missing)}" if missing else ""
@@ -173,11 +171,11 @@ def before_cap(d_capped: jax.Array, capped_scores: jax.Array, cap: float) -> jax
     return d_capped * (1.0 - jnp.square(capped_scores / cap)) if cap else d_capped
 
 
-def by_key_head(q: jax.Array, num_kv_heads: int, scale: float = 0.0) -> jax.Array:
-    """Scales queries by `scale` (0: 1/sqrt(A)) and groups their heads by key head: [..., H, A] ->
-    [..., K, H // K, A]. H // K consecutive query heads belong to one key head."""
+def by_key_head(q: jax.Array, num_kv_heads: int) -> jax.Array:
+    """Scales queries by 1/sqrt(A) and groups their heads by key head: [..., H, A] -> [..., K, H //
+    K, A]. H // K consecutive query heads belong to one key head."""
     head_dim = q.shape[-1]
-    q = q * jnp.asarray(scale or head_dim**-0.5, q.dtype)
+    q = q * jnp.asarray(head_dim**-0.5, q.dtype)
     return q.reshape((*q.shape[:-2], num_kv_heads, -1, head_dim))
 
 

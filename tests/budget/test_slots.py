@@ -33,6 +33,7 @@ from shoal.budget.memory import (
 )
 from shoal.budget.slots import (
     KVCacheBudget,
+    SlotPlan,
     all_slots,
     engine_states,
     plan_slots,
@@ -384,6 +385,21 @@ def test_a_mean_length_is_refused_where_caches_are_not_by_pages():
         plan_slots(sampling(mean_completion_tokens=64), MODEL, 64, 8, 64)
     with pytest.raises(ShoalError, match="mean_completion_tokens"):
         sampling(mean_completion_tokens=513)
+
+
+def test_a_mean_length_is_planned_for_a_window_that_no_sequence_exceeds(monkeypatch):
+    monkeypatch.setattr(Role, "platform", "tpu")
+    asked = sampling(mean_completion_tokens=64)
+    longest = asked.max_prompt_tokens + asked.max_completion_tokens
+    base = replace(MODEL.architecture, head_dim=64)
+
+    def plan(window: int) -> SlotPlan:
+        a = replace(base, layers=(Layer(window=window),))
+        return plan_slots(asked, replace(MODEL, architecture=a), 64, 8, 64)
+
+    assert plan(longest) == plan(0)
+    with pytest.raises(ShoalError, match="only decoding by the kernel for TPUs"):
+        plan(longest - 1)
 
 
 # ---- what the data needs

@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import ON_POLICY, QWEN3, batches, random_groups, random_parameters, relative, roles
+from small import (
+    ON_POLICY,
+    QWEN3,
+    batches,
+    learner,
+    random_groups,
+    random_parameters,
+    relative,
+    roles,
+)
 
 from shoal.config.commands import EvalConfig, GenerateConfig
 from shoal.config.sections.model import ModelSection
@@ -22,6 +31,7 @@ from shoal.config.sections.optimizer import OptimizerSection
 from shoal.config.train import Config
 from shoal.job.job import Job
 from shoal.mesh import Role
+from shoal.model.architecture import Layer
 from shoal.model.attention import gpu as gpu_attention
 from shoal.model.attention import selector
 from shoal.model.attention import tpu as tpu_attention
@@ -30,7 +40,7 @@ from shoal.model.attention.blocked import attend_by_blocks
 from shoal.model.attention.caches import cache_size, keys_at_once
 from shoal.model.attention.reference import attend_at_once
 from shoal.model.attention.rule import Tokens, blocks_of, full_blocks, needed_blocks, reads
-from shoal.model.attention.selector import attention_kind, decodes_by_kernel
+from shoal.model.attention.selector import attention_kind, by_pages, decodes_by_kernel
 from shoal.model.attention.softmax import PLAIN, Scoring, kernel_fault_of, largest_block
 from shoal.model.parameters import shardings
 from shoal.model.rotary import rotate
@@ -39,7 +49,7 @@ from shoal.plan.analysis import inner_jaxprs, jaxpr_flops
 from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.trainer.loss import batch_loss
-from shoal.trainer.step import Learner
+from shoal.trainer.step import Learner, check_lengths
 from shoal.weights.source import ModelSource, make_model
 
 
@@ -374,6 +384,53 @@ def test_another_scale_of_scores_costs_no_kernel(platform, monkeypatch):
     a = replace(QWEN3, head_dim=128, query_scale=168**-0.5)
     assert attention_kind(Model(a, roles().trainer), 1, 4096) == "pallas"
     assert decodes_by_kernel(Model(a, roles().sampler))
+
+
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_window_that_hides_no_key_costs_no_kernel(platform, monkeypatch):
+    """Mistral 7B's, with prompts and completions of 4,096 tokens together."""
+    monkeypatch.setattr(Role, "platform", platform)
+    a = replace(QWEN3, head_dim=64, layers=(Layer(window=4096),))
+    model = Model(a, roles().trainer)
+    assert attention_kind(model, 1, 4096) == "pallas"
+    assert attention_kind(model, 1, 4352) != "pallas"
+    assert attention_kind(replace(model, longest_sequence=4096), 1, 4352) == "pallas"
+    assert attention_kind(replace(model, longest_sequence=4097), 1, 4352) != "pallas"
+    sampler = model.on(roles().sampler)
+    assert not decodes_by_kernel(sampler)
+    assert not decodes_by_kernel(replace(sampler, longest_sequence=4097))
+    assert decodes_by_kernel(replace(sampler, longest_sequence=4096))
+    paged = by_pages(replace(sampler, longest_sequence=4096))
+    assert paged == (platform == "tpu")
+
+
+@pytest.mark.slow
+@pytest.mark.bitwise
+@pytest.mark.parametrize("longest_sequence", [0, 32])
+def test_a_window_that_hides_no_key_changes_no_log_prob(longest_sequence):
+    """Nor is a longer sequence computed without it."""
+    groups = random_groups(QWEN3, 3, 4, 16, 16)
+    (batch,) = batches(groups)
+    assert batch.tokens.shape[1] > 128  # computed by blocks
+    parameters = random_parameters(QWEN3)
+    window = longest_sequence or batch.tokens.shape[1]
+    found = []
+    for a in (QWEN3, replace(QWEN3, layers=(Layer(window=window),))):
+        one = learner(a, longest_sequence=longest_sequence)
+        found.append(np.asarray(one.score(parameters, batch)))
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_sequence_longer_than_a_window_that_is_left_out_is_an_error():
+    (batch,) = batches(random_groups(QWEN3, 3, 4, 16, 16))
+    local = replace(QWEN3, layers=(Layer(window=31), Layer(window=64)))
+    model = Model(local, roles().trainer)
+    check_lengths(model, batch)
+    check_lengths(replace(model, longest_sequence=32), batch)
+    with pytest.raises(
+        ShoalError, match=r"has 32 tokens, .* at most 30: .* without its window of 31 tokens"
+    ):
+        check_lengths(replace(model, longest_sequence=30), batch)
 
 
 @pytest.mark.slow

@@ -233,6 +233,37 @@ def test_other_kinds_of_layers(a, apart, monkeypatch):
     check_logprobs(engine, done)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_a_window_that_no_sequence_exceeds_has_the_caches_of_none(platform, monkeypatch):
+    monkeypatch.setattr(Role, "platform", platform)
+    base = replace(SMALL, head_dim=64)
+
+    def caches(window: int) -> Any:
+        a = replace(base, layers=(Layer(window=window),))
+        return (
+            Engine(
+                Model(a, roles().sampler),
+                slots=4,
+                group_size=2,
+                max_prompt_tokens=100,
+                max_completion_tokens=900,
+                eos_ids=(),
+            )
+            .state_shapes()
+            .caches
+        )
+
+    assert caches(1000) == caches(0)
+    assert caches(300) != caches(0)
+
+
+@pytest.mark.slow
+@pytest.mark.bitwise
+def test_a_window_that_no_sequence_exceeds_changes_no_bit():
+    a = replace(SMALL, layers=(Layer(window=100 + LIMIT),))
+    same(play(engine_of(a), (0, 2)), play(engine_of(SMALL), (0, 2)))
+
+
 def test_a_ring_has_room_for_what_decodes_in_flight_sample_beyond_a_turns_end(monkeypatch):
     monkeypatch.setattr(programs, "CHUNK", 1 + RING_SLACK // MAX_IN_FLIGHT)
     with pytest.raises(AssertionError, match="rings would lose keys that windows still read"):

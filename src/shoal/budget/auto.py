@@ -186,7 +186,7 @@ def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:
         check_host_memory(device, "optimizer.offload", "true", "false")
     if config.model.remat == "offload":
         check_host_memory(device, "model.remat", "offload", "full")
-    model = make_model(config.model, spec.architecture, roles.trainer)
+    model = make_model(config.model, spec.architecture, roles.trainer, longest_sequence(config))
     return replace(model, sampler_type=QUANTISED[config.sampler.quantise])
 
 

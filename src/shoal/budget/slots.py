@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -137,6 +138,9 @@ def plan_slots(
     the prompt's.
     """
     role = model.role
+    # as the engine has it
+    longest_sequence = sampling.slot_prompt + sampling.max_completion_tokens
+    model = replace(model, longest_sequence=longest_sequence)
     mean = sampling.mean_completion_tokens
     paged = by_pages(model)
     if mean and not paged:

@@ -573,7 +573,10 @@ class Job(StagedJob):
             model = trained_model(self.config_for_devices, self.model_source, self.roles)
         else:
             model = make_model(
-                self.requested.model, self.model_source.architecture, self.roles.sampler
+                self.requested.model,
+                self.model_source.architecture,
+                self.roles.sampler,
+                longest_sequence(self.requested),
             )
         # Asked with the requested attention: the model has `blocked` already if there is a fault.
         fault = kernel_fault(replace(model, attention=self.requested.model.attention))

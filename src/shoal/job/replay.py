@@ -388,7 +388,7 @@ class Replayer:
         job = self._job_of(config)
         teacher = None
         if with_teacher and job.teacher_source:
-            teacher = load_scorer(config.model, job.teacher_source, self.roles.reference)
+            teacher = load_scorer(config, job.teacher_source, self.roles.reference)
         reference = None
         if first is not None:
             reference = job.open_reference(first)
@@ -654,6 +654,8 @@ def _states(model: Model, params: Params, tokens: jax.Array, length: Any) -> jax
     the rest padding."""
     segment = (jnp.arange(tokens.shape[1]) < length)[None].astype(jnp.int32)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    # Stored sequences may be longer than those that the settings allow now.
+    model = replace(model, longest_sequence=tokens.shape[1])
     rows = PackedRows.of(model, segment, segment, positions)
     return forward(model, params, tokens, positions, rows)[0]
 

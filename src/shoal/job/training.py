@@ -165,7 +165,7 @@ def load_models(job: Job) -> LoadedModels:
     teacher = None
     if job.teacher_source:
         check_same_model(job.world, "the teacher", "teacher.path", job.teacher_source)
-        teacher = load_scorer(job.config.model, job.teacher_source, job.roles.reference)
+        teacher = load_scorer(job.config, job.teacher_source, job.roles.reference)
     # Each process has tried the kernels on its own GPU, but all must compile the same program.
     check_same(
         job.world,

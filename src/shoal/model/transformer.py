@@ -59,6 +59,9 @@ class Model:
     attention: Literal["auto", "reference", "blocked", "pallas"] = "auto"
     reduce_dtype: Any = jnp.float32  # type in which gradients are summed over the mesh
     sampler_type: str = ""  # 8-bit type of the sampler's matrices; "": as the trainer's
+    # Most tokens of a sequence, a prompt with its completion, that its programs get; 0: not known.
+    # Longer windows hide no key (`window_of`).
+    longest_sequence: int = 0
 
     def __post_init__(self) -> None:
         """Raises ShoalError if the role's devices cannot compute this model: float16 on a TPU, or a
@@ -68,6 +71,16 @@ class Model:
                 "model.dtype=float16: a TPU has no products of float16; use bfloat16", "model.dtype"
             )
         check_mesh(self.architecture, self.role)
+
+    def window_of(self, layer: Layer, size: int = 0) -> int:
+        """Returns how many keys a query reads at most in a kind of layer, its own included; 0: all.
+        It is the layer's window, unless that is as long as all sequences: then the layer is
+        computed as one without a window, which kernels and pages can. `size`: the tokens of whole
+        rows, which no sequence exceeds; 0: not known."""
+        bounds = [bound for bound in (self.longest_sequence, size) if bound]
+        if bounds and layer.window >= min(bounds):
+            return 0
+        return layer.window
 
     def key_heads_of(self, layer: Layer) -> int:
         """Returns the number of key/value heads that a kind of layer computes with: if `tensor` has

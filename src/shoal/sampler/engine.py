@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -122,6 +123,7 @@ class Engine:
         rows at their limits. If pages run out, rows are saved to the host's memory. ValueError if
         `pages` do not suffice for one row at its limits; ShoalError if model.attention=pallas and
         decoding's kernel cannot compute the model."""
+        model = replace(model, longest_sequence=max_prompt_tokens + max_completion_tokens)
         # called for its error, which it raises before anything is compiled
         decodes_by_kernel(model)
         shards = model.role.row_shards

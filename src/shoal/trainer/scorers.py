@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.algorithm.loss import Objective
-from shoal.config.sections.model import ModelSection, TeacherSection
+from shoal.config.derived import longest_sequence
+from shoal.config.sections.model import TeacherSection
 from shoal.config.train import Config
 from shoal.mesh import Role, dispatching
 from shoal.model.architecture import Architecture
@@ -43,10 +44,10 @@ def find_teacher(config: Config, student: ModelSource, console: Printer | None) 
     return teacher
 
 
-def load_scorer(section: ModelSection, source: ModelSource, role: Role) -> ModelScorer:
+def load_scorer(config: Config, source: ModelSource, role: Role) -> ModelScorer:
     """Loads the weights of a model that only scores onto the devices of `role`, in the type of the
-    computation, and returns its scorer. `section` are its settings, `source` its files."""
-    model = make_model(section, source.architecture, role)
+    computation, and returns its scorer. `config` is the run's, `source` are the model's files."""
+    model = make_model(config.model, source.architecture, role, longest_sequence(config))
     return ModelScorer(model, source.load(role, model.dtype))
 
 

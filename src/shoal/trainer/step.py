@@ -37,7 +37,7 @@ from shoal.model.parameters import (
     trained_specs,
 )
 from shoal.model.transformer import Model
-from shoal.records import Params
+from shoal.records import Params, ShoalError
 from shoal.trainer.batch import LearnerBatch, TeacherStates, TeacherTop
 from shoal.trainer.loss import (
     batch_logprobs,
@@ -249,10 +249,32 @@ class Learner:
 
 def put_batch(model: Model, batch: LearnerBatch) -> LearnerBatch:
     """Puts the batch's arrays on the model's devices, split by rows; the temperature is on every
-    device. Returns the new batch; the one that was passed is unchanged."""
+    device. Returns the new batch; the one that was passed is unchanged. ShoalError if a sequence is
+    longer than those that the model is for (`check_lengths`)."""
+    check_lengths(model, batch)
     temperature = put(batch.temperature, model.role.replicated)
     rows = model.role.put_rows(replace(batch, temperature=None))
     return replace(rows, temperature=temperature)
+
+
+def check_lengths(model: Model, batch: LearnerBatch) -> None:
+    """Raises ShoalError if a sequence of the batch is longer than a window that the model does
+    without because no sequence should be longer (`Model.window_of`)."""
+    left_out = []
+    for layer in model.architecture.kinds:
+        if layer.window and not model.window_of(layer):
+            left_out.append(layer.window)
+    if not left_out:
+        return
+    longest = 1 + int(np.max(batch.position))
+    if longest > min(left_out):
+        raise ShoalError(
+            f"a prompt with its completion has {longest:,} tokens, and by "
+            "sampling.max_prompt_tokens and sampling.max_completion_tokens at most "
+            f"{model.longest_sequence:,}: the model is computed without its window of "
+            f"{min(left_out):,} tokens; raise them to the lengths of the data",
+            "sampling.max_completion_tokens",
+        )
 
 
 def _updates_by_layer(section: OptimizerSection, role: Role) -> bool:

@@ -698,13 +698,15 @@ def multiply_exactly(dtype: Any, stack: ExitStack) -> None:
     jax.config.update(MATMUL_PRECISION, "highest")
 
 
-def make_model(section: ModelSection, a: Architecture, role: Role) -> Model:
+def make_model(
+    section: ModelSection, a: Architecture, role: Role, longest_sequence: int = 0
+) -> Model:
     """Returns the `Model` of an architecture on a role's devices, with `blocked` attention if the
     kernels do not work on this device. `model.remat=auto` becomes `dots`: use `trained_model` for a
-    model that is trained."""
+    model that is trained. `longest_sequence` is that of `Model`."""
     dtype = compute_dtype(section.dtype, role.platform)
     remat = "dots" if section.remat == "auto" else section.remat
-    model = Model(a, role, dtype, remat, section.attention)
+    model = Model(a, role, dtype, remat, section.attention, longest_sequence=longest_sequence)
     if kernel_fault(model):
         return replace(model, attention="blocked")
     return model

@@ -649,7 +649,7 @@ def empty(
 def is_ring(model: Model, layer: Layer) -> bool:
     """True if a kind of layer keeps its keys in rings. A layer whose positions are split over
     devices keeps all of them."""
-    return layer.window > 0 and model.key_parts_of(layer) == 1
+    return model.window_of(layer) > 0 and model.key_parts_of(layer) == 1
 
 
 def ring_size(window: int, slack: int, size: int) -> int:

@@ -333,7 +333,8 @@ def _attend_keys(
     of all parts."""
     if k is not None and v is not None:
         cache = cache.write_tokens(k, v, slots.position, part)
-    prompt, own = read_keys(cache, slots.prefix_len, slots.position, layer.window, part)
+    scoring = scoring_of(model, layer)
+    prompt, own = read_keys(cache, slots.prefix_len, slots.position, scoring.window, part)
     out = online_softmax(
         q[:, :, None],
         prompt,
@@ -342,7 +343,7 @@ def _attend_keys(
         num_own=slots.num_own,
         blocks=_block_sizes(model, prompt, own),
         merge=merge,
-        scoring=scoring_of(model.architecture, layer),
+        scoring=scoring,
         sinks=sinks,
     )
     return out[:, :, 0], cache
@@ -453,6 +454,7 @@ class PieceAttention:
         q, first = queries
         rows = len(q)
         block = self.block
+        scoring = scoring_of(self.model, self.layer)
         # The block is read as a completion is, and what comes before it as its prompt.
         own_k = jax.lax.dynamic_slice_in_dim(keys.k, first, block, 2)[:, None]
         own_v = jax.lax.dynamic_slice_in_dim(keys.v, first, block, 2)[:, None]
@@ -460,7 +462,7 @@ class PieceAttention:
             KeyCache(keys.k, keys.v, own_k, own_v),
             prefix_len=jnp.broadcast_to(first, (rows,)),
             position=jnp.broadcast_to(jnp.arange(block), (rows, block)),
-            window=self.layer.window,
+            window=scoring.window,
         )
         out = online_softmax(
             q[:, :, None],
@@ -470,7 +472,7 @@ class PieceAttention:
             num_prefix=jnp.where(first < self.longest, first, 0),
             num_own=jnp.int32(block),
             blocks=(block, block),
-            scoring=scoring_of(self.model.architecture, self.layer),
+            scoring=scoring,
             sinks=sinks,
         )
         return out[:, :, 0]
@@ -508,7 +510,8 @@ class ContextAttention:
             assert isinstance(cache, SlotKeys)
             keys = cache.append(k, v, self.start)
         position = self.start[:, None] + jnp.arange(q.shape[1])  # [M, C]
-        prompt, own = read_keys(keys, self.prefix_len, position, self.layer.window)
+        scoring = scoring_of(self.model, self.layer)
+        prompt, own = read_keys(keys, self.prefix_len, position, scoring.window)
         # A completion is a row, and its C tokens are the slots, which share one set of own keys:
         # [M, 1, K, T, A]. Queries are [M, C, 1, H, A].
         own = own._replace(k=own.k[:, None], v=own.v[:, None])
@@ -522,7 +525,7 @@ class ContextAttention:
             num_prefix=self.prefix_len.max(),
             num_own=num_own,
             blocks=_block_sizes(self.model, prompt, own),
-            scoring=scoring_of(self.model.architecture, self.layer),
+            scoring=scoring,
             sinks=sinks,
         )
         return out[:, :, 0], keys

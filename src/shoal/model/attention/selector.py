@@ -81,9 +81,9 @@ def first_attention(a: Architecture) -> Layer | None:
     return kinds[0] if kinds else None
 
 
-def scoring_of(a: Architecture, layer: Layer) -> Scoring:
-    """Returns how a kind of layer computes scores."""
-    return Scoring(cap=a.score_cap, window=layer.window)
+def scoring_of(model: Model, layer: Layer, size: int = 0) -> Scoring:
+    """Returns how a kind of layer computes scores; `size` is that of `Model.window_of`."""
+    return Scoring(cap=model.architecture.score_cap, window=model.window_of(layer, size))
 
 
 def _fitting_kind(model: Model, layer: Layer, rows: int, size: int) -> str:
@@ -146,7 +146,7 @@ def _row_kernel_refusal(model: Model, layer: Layer, size: int) -> str:
     if they can."""
     a = model.architecture
     fault = platform_fault("pallas", model.role.platform)
-    fault = fault or kernel_fault_of(scoring_of(a, layer), a.sinks)
+    fault = fault or kernel_fault_of(scoring_of(model, layer, size), a.sinks)
     if fault:
         return fault
     head_dim = a.head_dim_of(layer)
@@ -177,19 +177,20 @@ def _row_form(model: Model, layer: Layer, rows: int, size: int) -> RowForm:
     """Returns the form that computes a kind of layer for arrays [rows, size] (`attention_kind`).
     With `mesh.context` above 1 these are parts of rows: so many of them are one row."""
     role = model.role
-    kind = attention_kind(model, rows // role.context, size * role.context, layer)
+    whole = size * role.context
+    kind = attention_kind(model, rows // role.context, whole, layer)
+    scoring = scoring_of(model, layer, whole)
     if kind == "reference":
-        return _reference_form(model, layer)
+        return _reference_form(scoring)
     if kind == "blocked":
-        return _blocked_form(model, layer, size)
+        return _blocked_form(model, scoring, size)
     if role.platform == "tpu":
         return _tpu_form()
     return _gpu_form(model, layer)
 
 
-def _reference_form(model: Model, layer: Layer) -> RowForm:
+def _reference_form(scoring: Scoring) -> RowForm:
     """Returns the form that computes all scores at once."""
-    scoring = scoring_of(model.architecture, layer)
 
     def find_reads(query: Tokens, key: Tokens) -> tuple[Tokens, Tokens]:
         return query, key
@@ -203,11 +204,10 @@ def _reference_form(model: Model, layer: Layer) -> RowForm:
     return RowForm(find_reads, attend)
 
 
-def _blocked_form(model: Model, layer: Layer, size: int) -> RowForm:
+def _blocked_form(model: Model, scoring: Scoring, size: int) -> RowForm:
     """Returns the form that computes by blocks, without a kernel. On CPU a pass computes as many
     blocks of queries together as keep their scores within SCORES_AT_ONCE; elsewhere all (0)."""
     role = model.role
-    scoring = scoring_of(model.architecture, layer)
     block = block_size(size, role.platform)
     at_once = 0
     if role.platform == "cpu":
@@ -328,11 +328,13 @@ def row_reads(model: Model, segment: jax.Array, prompt: jax.Array, position: jax
         if layer.mixer != "attention":
             by_kind.append(())
             continue
-        kind = attention_kind(model, rows // model.role.context, size * model.role.context, layer)
-        same = kind, layer.window, model.architecture.head_dim_of(layer)
+        whole = size * model.role.context
+        kind = attention_kind(model, rows // model.role.context, whole, layer)
+        window = model.window_of(layer, whole)
+        same = kind, window, model.architecture.head_dim_of(layer)
         if same not in found:
             form = _row_form(model, layer, rows, size)
-            place = position if layer.window else None
+            place = position if window else None
             found[same] = _find_reads(model, form, segment, prompt, place)
         by_kind.append(found[same])
     return tuple(by_kind)
@@ -427,7 +429,7 @@ def decode_kernel_refusal(model: Model, layer: Layer | None = None) -> str:
         return f"it is for GPUs and TPUs, and this is a {platform.upper()}"
     if layer is None:
         return "none of the model's layers has attention"
-    fault = kernel_fault_of(scoring_of(a, layer), a.sinks)
+    fault = kernel_fault_of(scoring_of(model, layer), a.sinks)
     if fault:
         return fault
     if platform == "gpu" and layer.keys_of is not None:

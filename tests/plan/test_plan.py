@@ -59,6 +59,7 @@ from shoal.job.memory import job_budget
 from shoal.mesh import make_mesh
 from shoal.mesh.accelerators import ACCELERATORS, calibrated, read_calibration
 from shoal.model.architecture import Architecture, Experts, Layer
+from shoal.model.attention.blocked import block_size
 from shoal.model.config_writer import config_of
 from shoal.model.flops import forward_flops
 from shoal.model.published import model_named
@@ -399,6 +400,25 @@ def test_a_token_reads_live_keys_windows_and_states(planned_of):
     # of each completion's ring; a prompt's ring is one block.
     blocks = windowed.programs()["decode"].assumed_trips[1]
     assert blocks == pytest.approx((4 + 2 + 4 * 2) / 6)
+
+
+def test_a_piece_of_a_prompt_reads_what_each_layers_window_reaches():
+    """A window of 128 keys reaches 127 before a token: with them a block of queries reads itself
+    and the blocks before it in which they stand."""
+    model = Model(
+        replace(QWEN3, num_layers=2, layers=(Layer(window=128), Layer())), roles().sampler
+    )
+    sampling = SamplingSection(max_prompt_tokens=4096, max_completion_tokens=32)
+    job: Any = SimpleNamespace(
+        config=SimpleNamespace(sampling=sampling), roles=SimpleNamespace(sampler=model.role)
+    )
+    engine: Any = SimpleNamespace(model=model, scheduler=SimpleNamespace(whole=1024))
+    block = block_size(1024, "cpu")
+    num_blocks = 4096 // block
+    reached = -(-127 // block)
+    in_window = 1 + reached - reached * (reached + 1) / (2 * num_blocks)
+    pieces, blocks = PlannedJob._prefill_trips(job, engine)
+    assert pieces == 4 and blocks == pytest.approx((in_window + (num_blocks + 1) / 2) / 2)
 
 
 def test_loops_over_keys_are_those_of_each_kind_of_layer():

@@ -17,13 +17,16 @@ from small_engine import SMALL, TOLERANCE, full_logits, make, prompt, request, s
 
 from shoal.mesh import MAX_IN_FLIGHT, Role
 from shoal.model.architecture import Architecture, DeltaNet, Experts, Layer, Rotary
-from shoal.model.attention import decode_tpu, selector
+from shoal.model.attention import decode_tpu, selector, softmax
 from shoal.model.attention.caches import (
     RING_SLACK,
     NoCache,
     PagedCache,
+    PieceKeys,
     RingCache,
 )
+from shoal.model.attention.decode import PieceAttention
+from shoal.model.attention.reference import attend
 from shoal.model.attention.selector import attention_kind, by_pages, decode_kernel_refusal
 from shoal.model.passes import Prompts
 from shoal.model.transformer import Model, forward
@@ -173,6 +176,46 @@ def test_long_prompts_in_pieces_and_completions_beyond_the_rings(monkeypatch):
                 assert np.abs(logprobs - one.logprobs).max() < TOLERANCE
                 found = max(found, len(one))
     assert found > 192  # the keys of a ring
+
+
+@pytest.mark.parametrize("window", [0, 20, 64])
+def test_a_piece_reads_no_block_of_keys_that_its_window_does_not_reach(window, monkeypatch):
+    """Counted without a compiler, which says nothing of how often a loop runs: a piece of four
+    blocks of 16 tokens, after 512 and after 960 tokens."""
+    layer = Layer(window=window)
+    model = Model(replace(SMALL, layers=(layer,)), roles().sampler)
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    k, v = draw(1, 1024, 2, 8), draw(1, 1024, 2, 8)
+    q = draw(1, 64, 4, 8)
+    added = []
+    add_block = softmax.add_block
+
+    def counted(*given: Any) -> Any:
+        added.append(1)
+        return add_block(*given)
+
+    monkeypatch.setattr(softmax, "add_block", counted)
+    reached = -(-(window - 1) // 16)  # blocks before the one of a query
+    for start in (512, 960):
+        before = jnp.arange(1024)[:, None, None] < start
+        so_far = PieceKeys(
+            jnp.where(before, k, 0).swapaxes(1, 2), jnp.where(before, v, 0).swapaxes(1, 2)
+        )
+        added.clear()
+        piece = slice(start, start + 64)
+        attention = PieceAttention(model, layer, jnp.int32(start), jnp.int32(1024), block=16)
+        with jax.disable_jit():
+            out, _ = attention(q, k[:, piece], v[:, piece], so_far)
+        blocks = [start // 16 + number for number in range(4)]
+        assert len(added) == sum(1 + (reached if window else number) for number in blocks)
+        distance = start + np.arange(64)[:, None] - np.arange(1024)
+        mask = (distance >= 0) & (distance < (window or 1024))
+        wanted = attend(q, k, v, jnp.asarray(mask)[None])
+        np.testing.assert_allclose(out, wanted, atol=2e-6)
 
 
 GEMMA4_FULL = Layer(head_dim=16, rotary=Rotary(1e6, share=0.25, over_whole_head=True))

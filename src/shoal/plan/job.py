@@ -350,14 +350,23 @@ class PlannedJob:
     def _prefill_trips(self, engine: Engine) -> tuple[float, ...]:
         """Returns how often the two nested loops of prefilling run: (over the pieces of a long
         prompt, over blocks of keys); empty if the longest prompt is one piece. The second number is
-        a mean: later pieces read more blocks."""
+        a mean over pieces and layers: later pieces read more blocks, up to those of a window."""
         piece = engine.scheduler.whole
         pieces = -(-self.config.sampling.max_prompt_tokens // piece)
         if pieces == 1:
             return ()
-        blocks = pieces * piece // block_size(piece, self.roles.sampler.platform)
-        # Each block of queries reads the blocks of keys before it.
-        return pieces, (blocks + 1) / 2
+        block = block_size(piece, self.roles.sampler.platform)
+        num_blocks = pieces * piece // block
+        # Each block of queries reads itself, and the blocks of keys before it that it reaches.
+        by_layer = []
+        for layer in engine.model.architecture.layers_in_order:
+            if layer.mixer != "attention":
+                continue
+            window = engine.model.window_of(layer)
+            most_before = -(-(window - 1) // block) if window else num_blocks
+            read = [1 + min(number, most_before) for number in range(num_blocks)]
+            by_layer.append(statistics.mean(read))
+        return pieces, statistics.mean(by_layer)
 
     def _live_bytes(self, engine: Engine, layers: Iterable[int], block: int = 1) -> float:
         """Returns the bytes of keys, values and states of some layers, given by their numbers, that

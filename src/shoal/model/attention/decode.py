@@ -90,20 +90,22 @@ def online_softmax(
     merge: Merge | None = None,
     scoring: Scoring = PLAIN,
     sinks: jax.Array | None = None,
+    first_prefix: jax.Array | int = 0,
 ) -> jax.Array:
     """Computes attention of one token in each slot, q[R, S, 1, H, A] -> the same shape, as an
     online softmax over fixed blocks of keys: first those of the row's prompt (`prefix`), then the
     slot's `own`. If several tokens of a sequence are computed at once, each is a slot here.
 
     Only the first `num_prefix` and the first `num_own` keys (int32 scalars) are read, or all if
-    there are fewer, rounded up to blocks; keys beyond them must be masked. A wholly masked block
-    changes no bit of a row that already has a key, so neither the padding of a row nor the other
-    rows of the batch affect its result. `blocks` are the most keys of a block of the prompt's and
-    of the own keys: the block is the largest divisor of the number of keys up to that. Scores are
-    scaled by 1/sqrt(A) and capped as `scoring` says; its window is not read, since the masks have
-    it. There is no gradient. `merge` is called with the sums before the division; None if each
-    device has whole heads. sinks[H] are those of `reference.attend`, of the heads that are left
-    after `merge`: they are added once, after it.
+    there are fewer, rounded up to blocks, and of the former none before `first_prefix`, rounded
+    down to blocks; keys beyond these bounds must be masked. A wholly masked block changes no bit of
+    a row that has a key, so neither the padding of a row nor the other rows of the batch affect its
+    result. `blocks` are the most keys of a block of the prompt's and of the own keys: the block is
+    the largest divisor of the number of keys up to that. Scores are scaled by 1/sqrt(A) and capped
+    as `scoring` says; its window is not read, since the masks have it. There is no gradient.
+    `merge` is called with the sums before the division; None if each device has whole heads.
+    sinks[H] are those of `reference.attend`, of the heads that are left after `merge`: they are
+    added once, after it.
     """
     prefix_block, own_block = blocks
     q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
@@ -116,7 +118,9 @@ def online_softmax(
     if prefix_mask.shape[1] > 1:  # slots read different keys: each row of the mask is for g queries
         prefix_mask = jnp.repeat(prefix_mask, group_size, axis=1)
     prefix = prefix._replace(mask=prefix_mask[:, None])  # [R, 1, 1 or S * g, T]
-    running = _add_keys(running, of_row, prefix, num_prefix, prefix_block, scoring.cap)
+    running = _add_keys(
+        running, of_row, prefix, num_prefix, prefix_block, scoring.cap, first_prefix
+    )
 
     def by_slot(x: jax.Array) -> jax.Array:
         """Separates the slots again: [R, K, S * g, ...] -> [R, S, K, g, ...]."""
@@ -142,10 +146,12 @@ def _add_keys(
     num_keys: jax.Array,
     most: int,
     cap: float = 0.0,
+    first_key: jax.Array | int = 0,
 ) -> RunningSoftmax:
     """Adds the first `num_keys` of keys[..., K, T, A] to the softmax of queries q[..., K, M, A], in
-    blocks of at most `most` keys. The keys' mask has a shape that broadcasts against the scores
-    [..., K, M, T], which have the soft cap `cap` (0: none). Returns the new state."""
+    blocks of at most `most` keys; blocks that end before `first_key` are left out. The keys' mask
+    has a shape that broadcasts against the scores [..., K, M, T], which have the soft cap `cap` (0:
+    none). Returns the new state."""
     count = keys.k.shape[-2]
     size = largest_block(count, most)
 
@@ -171,9 +177,10 @@ def _add_keys(
 
         return add(block(keys.k, -2), block(keys.v, -2), block(keys.mask, -1), running)
 
+    first_block = first_key // size
     # A ring has fewer keys than there are tokens.
     num_blocks = -(-jnp.minimum(num_keys, count) // size)
-    return jax.lax.fori_loop(0, num_blocks, add_block, running)
+    return jax.lax.fori_loop(first_block, num_blocks, add_block, running)
 
 
 class SlotTokens(NamedTuple):
@@ -410,8 +417,9 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
 @dataclass(frozen=True)
 class PieceAttention:
     """The `Attention` of a piece of R prompts for a kind of layer: C tokens of each, from position
-    `start` on, which read their prompt up to themselves. Results beyond the longest prompt mean
-    nothing. The cache must have room for start + C tokens."""
+    `start` on, which read their prompt up to themselves; of the keys before a window no block is
+    read. Results beyond the longest prompt mean nothing. The cache must have room for start + C
+    tokens."""
 
     model: Model
     layer: Layer
@@ -464,6 +472,9 @@ class PieceAttention:
             position=jnp.broadcast_to(jnp.arange(block), (rows, block)),
             window=scoring.window,
         )
+        first_read: Any = 0
+        if scoring.window:  # by the first query
+            first_read = jnp.maximum(first - scoring.window + 1, 0)
         out = online_softmax(
             q[:, :, None],
             before,
@@ -474,6 +485,7 @@ class PieceAttention:
             blocks=(block, block),
             scoring=scoring,
             sinks=sinks,
+            first_prefix=first_read,
         )
         return out[:, :, 0]
 

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from small import (
     DELTA_NET,
     GEMMA,
+    HYBRID,
     LOCAL,
     ON_POLICY,
     QWEN3,
@@ -205,6 +206,37 @@ def test_sinks_and_windows_are_split_too(mesh, a):
     if a.sinks:
         assert share(spread.state.trainable.blocks.blocks[0].sinks) == 1 / mesh[2]
     test_one_update_is_that_of_one_device(update(roles(), a=a), spread)
+
+
+STATES = replace(
+    HYBRID,
+    num_layers=2,
+    layers=(DELTA_NET, Layer()),
+    delta_net=DeltaNet(num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=16),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(2, 1, 4), (1, 2, 4), (2, 2, 2)])
+def test_states_are_those_of_one_device(mesh):
+    spread = update(roles(*mesh), a=STATES)
+    test_one_update_is_that_of_one_device(update(roles(), a=STATES), spread)
+
+
+@pytest.mark.slow
+def test_a_device_of_tensor_computes_the_states_of_its_own_heads():
+    """Read from the compiled update, of a model whose recurrence is most of its work."""
+    a = replace(STATES, num_layers=1, layers=(DELTA_NET,))
+    flops = {}
+    for tensor in (1, 4):
+        one = learner(a, where=roles(1, 1, tensor))
+        batch = put_batch(one.model, batches(random_groups(a, 2, 3, 16, 16))[0])
+        compiled = one.programs["accumulate"].compile(
+            one.programs["zero"].eval_shape(), one.shapes().trainable, None, batch
+        )
+        costs = compiled.cost_analysis()
+        flops[tensor] = costs["flops"]
+    assert flops[4] < 0.4 * flops[1]
 
 
 MOE = replace(

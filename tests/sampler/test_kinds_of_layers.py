@@ -20,12 +20,13 @@ from shoal.model.architecture import Architecture, DeltaNet, Experts, Layer, Rot
 from shoal.model.attention import decode_tpu, selector, softmax
 from shoal.model.attention.caches import (
     RING_SLACK,
+    KeyCache,
     NoCache,
     PagedCache,
     PieceKeys,
     RingCache,
 )
-from shoal.model.attention.decode import PieceAttention
+from shoal.model.attention.decode import ContextAttention, PieceAttention
 from shoal.model.attention.reference import attend
 from shoal.model.attention.selector import attention_kind, by_pages, decode_kernel_refusal
 from shoal.model.passes import Prompts
@@ -216,6 +217,34 @@ def test_a_piece_reads_no_block_of_keys_that_its_window_does_not_reach(window, m
         mask = (distance >= 0) & (distance < (window or 1024))
         wanted = attend(q, k, v, jnp.asarray(mask)[None])
         np.testing.assert_allclose(out, wanted, atol=2e-6)
+
+
+def test_a_context_whose_padding_exceeds_the_cache_reads_each_key_once():
+    """As a feed of a few tokens does, at a completion's end: 40 real ones after 560, in a cache of
+    five blocks of 128 keys."""
+    layer = Layer()
+    model = Model(replace(SMALL, layers=(layer,)), roles().sampler)
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    def first(x: jax.Array, count: int) -> jax.Array:
+        return x.at[:, count:].set(0).swapaxes(1, 2)
+
+    prompt_k, prompt_v, k, v = draw(1, 64, 2, 8), draw(1, 64, 2, 8), *draw(2, 1, 816, 2, 8)
+    before = KeyCache(
+        first(prompt_k, 50), first(prompt_v, 50), first(k[:, :640], 560), first(v[:, :640], 560)
+    )
+    q = draw(1, 256, 4, 8)
+    attention = ContextAttention(model, layer, jnp.array([50]), jnp.array([560]))
+    out, after = attention(q, k[:, 560:], v[:, 560:], before)
+    np.testing.assert_array_equal(after.own_k[:, :, :600], first(k[:, :640], 600)[:, :, :600])
+    mask = np.arange(650) <= 50 + 560 + np.arange(40)[:, None]
+    all_k = jnp.concatenate([prompt_k[:, :50], k[:, :600]], axis=1)
+    all_v = jnp.concatenate([prompt_v[:, :50], v[:, :600]], axis=1)
+    wanted = attend(q[:, :40], all_k, all_v, jnp.asarray(mask)[None])
+    np.testing.assert_allclose(out[:, :40], wanted, atol=2e-6)
 
 
 GEMMA4_FULL = Layer(head_dim=16, rotary=Rotary(1e6, share=0.25, over_whole_head=True))

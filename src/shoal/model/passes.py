@@ -56,7 +56,7 @@ class PackedRows:
     def recurrence(self) -> RowRecurrence:
         return RowRecurrence(
             self.model.architecture.delta_net_sizes,
-            self.model.role.platform,
+            self.model.role,
             self.segment,
             self.prompt,
             self.before,
@@ -83,7 +83,7 @@ class Prompts:
 
     def recurrence(self) -> SequenceRecurrence:
         return SequenceRecurrence(
-            self.model.architecture.delta_net_sizes, self.model.role.platform, self.length
+            self.model.architecture.delta_net_sizes, self.model.role, self.length
         )
 
 
@@ -103,9 +103,7 @@ class Piece:
 
     def recurrence(self) -> SequenceRecurrence:
         count = jnp.clip(self.length - self.start, 0, self.size)
-        return SequenceRecurrence(
-            self.model.architecture.delta_net_sizes, self.model.role.platform, count
-        )
+        return SequenceRecurrence(self.model.architecture.delta_net_sizes, self.model.role, count)
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class Slots:
 
     def recurrence(self) -> SlotRecurrence:
         return SlotRecurrence(
-            self.model.architecture.delta_net_sizes, self.model.role.platform, self.tokens.live
+            self.model.architecture.delta_net_sizes, self.model.role, self.tokens.live
         )
 
 
@@ -139,5 +137,5 @@ class Context:
 
     def recurrence(self) -> SequenceRecurrence:
         return SequenceRecurrence(
-            self.model.architecture.delta_net_sizes, self.model.role.platform, self.count
+            self.model.architecture.delta_net_sizes, self.model.role, self.count
         )

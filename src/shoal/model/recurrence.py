@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shoal.mesh import Role
 from shoal.model.architecture import DeltaNet
 from shoal.model.delta_net import (
     convolve,
@@ -78,14 +79,21 @@ def _gated_norm(out: jax.Array, z: jax.Array, weight: jax.Array, eps: float) -> 
     return (normed * jax.nn.silu(z.astype(jnp.float32))).astype(out.dtype)
 
 
-def _by_head(sizes: DeltaNet, convolved: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Splits the convolution's output [R, T, C] into q and k [R, T, Hk, dk] and v [R, T, Hv,
-    dv]."""
+def _by_head(
+    sizes: DeltaNet, role: Role, convolved: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Splits the convolution's output [R, T, C] into q and k [R, T, Hk, dk] and v [R, T, Hv, dv]. A
+    device of `tensor`, which has all columns before, has its heads after."""
     leading = convolved.shape[:-1]
+
+    def heads(columns: jax.Array, num_heads: int, head_dim: int) -> jax.Array:
+        by_head = columns.reshape(*leading, num_heads, head_dim)
+        return role.constrain(by_head, "rows", None, "heads", None)
+
     q, k, v = jnp.split(convolved, (sizes.key_width, 2 * sizes.key_width), axis=-1)
-    q = q.reshape(*leading, sizes.num_key_heads, sizes.key_dim)
-    k = k.reshape(*leading, sizes.num_key_heads, sizes.key_dim)
-    v = v.reshape(*leading, sizes.num_value_heads, sizes.value_dim)
+    q = heads(q, sizes.num_key_heads, sizes.key_dim)
+    k = heads(k, sizes.num_key_heads, sizes.key_dim)
+    v = heads(v, sizes.num_value_heads, sizes.value_dim)
     return q, k, v
 
 
@@ -95,7 +103,7 @@ class RowRecurrence:
     first state of each of its completions."""
 
     sizes: DeltaNet
-    platform: str
+    role: Role
     segment: jax.Array  # [R, T]
     prompt: jax.Array  # [R, T]
     before: Any  # [R, T, conv_size - 1]: see `chain_before`
@@ -105,9 +113,9 @@ class RowRecurrence:
     ) -> tuple[jax.Array, None]:
         mixed, log_decay, beta = inputs
         convolved = convolve(mixed, convolution[:, 0], self.before)
-        q, k, v = _by_head(self.sizes, convolved)
+        q, k, v = _by_head(self.sizes, self.role, convolved)
         tokens = q, k, v, log_decay, beta
-        return delta_rows(*tokens, self.segment, self.prompt, self.platform), cache
+        return delta_rows(*tokens, self.segment, self.prompt, self.role.platform), cache
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ class SequenceRecurrence:
     zeros; the new one is that after the last real token."""
 
     sizes: DeltaNet
-    platform: str
+    role: Role
     count: jax.Array
 
     def __call__(
@@ -128,9 +136,9 @@ class SequenceRecurrence:
             cache = empty_state(self.sizes, (len(mixed),), mixed.dtype)
         state, tail = cache
         convolved, tail = convolve_after(mixed, tail, convolution[:, 0], self.count)
-        q, k, v = _by_head(self.sizes, convolved)
+        q, k, v = _by_head(self.sizes, self.role, convolved)
         tokens = q, k, v, log_decay, beta
-        out, state = delta_sequence(*tokens, state, self.count, self.platform)
+        out, state = delta_sequence(*tokens, state, self.count, self.role.platform)
         return out, State(state, tail)
 
 
@@ -140,7 +148,7 @@ class SlotRecurrence:
     are not live[N, W] stay as they are."""
 
     sizes: DeltaNet
-    platform: str
+    role: Role
     live: jax.Array
 
     def __call__(
@@ -151,11 +159,11 @@ class SlotRecurrence:
         tokens = jnp.concatenate([cache.own_tail, mixed[:, :, None]], axis=2)
         newest_first = jnp.unstack(tokens, axis=2)[::-1]
         convolved = convolve_taps(newest_first, convolution[:, 0])
-        q, k, v = _by_head(self.sizes, convolved)
+        q, k, v = _by_head(self.sizes, self.role, convolved)
         # Nothing decays and nothing is replaced: the state stays.
         log_decay = jnp.where(live, log_decay, 0.0)
         beta = jnp.where(live, beta, 0.0)
-        out, state = delta_step(q, k, v, log_decay, beta, cache.own_state, self.platform)
+        out, state = delta_step(q, k, v, log_decay, beta, cache.own_state, self.role.platform)
         tail = jnp.where(live[..., None], tokens[:, :, 1:], cache.own_tail)
         return out, replace(cache, own_state=state, own_tail=tail)
 

@@ -10,6 +10,7 @@ import jax
 import pytest
 from pods import gpu, tpu
 
+from shoal.budget import auto, memory
 from shoal.budget.auto import decided_micro_tokens, decided_remat, run_roles
 from shoal.budget.memory import (
     activation_bytes,
@@ -52,6 +53,8 @@ def config(kl_coef: float = 0.0, teacher: str = "", max_staleness: int = -1, **m
         # 24 GB of masters and moments a device, 16 GB of weights
         ("llama3.1-8b", V5P, {"fsdp": 4}, 1),
         ("llama3.1-8b", V6E, {"fsdp": 8}, 2),  # 12 GB and 16 GB of 33.6
+        # sampling would fit with 2, but no update beside 13 GiB of masters and moments
+        ("qwen3.5-9b", V6E, {"fsdp": 8}, 4),
         ("llama3.1-8b", V6E, {}, 1),  # the mesh is one device
         # 24 GB: each of two copies is of four devices
         ("llama3.1-8b", V6E, {"fsdp": 4, "data": 2}, 8),
@@ -182,6 +185,28 @@ def test_rows_hold_as_many_whole_groups_as_leave_a_quarter_of_the_memory(
         **{"sampling": SamplingSection(**sizes), **settings},
     )
     a = model_named(model).architecture
+    assert decided_micro_tokens(made, run_roles(made, a, devices), a) == micro_tokens
+
+
+@pytest.mark.parametrize(("gib", "micro_tokens"), [(32.0, 4096), (30.5, 2304), (20.0, 4096)])
+def test_where_the_default_does_not_fit_rows_hold_a_part_of_a_group(
+    monkeypatch: pytest.MonkeyPatch, gib: float, micro_tokens: int
+) -> None:
+    """Four of eight completions; the default where nothing fits."""
+
+    def device_memory(device: Any) -> int:
+        return int(gib * 2**30)
+
+    for module in (auto, memory):
+        monkeypatch.setattr(module, "device_memory", device_memory)
+    sizes = {"max_prompt_tokens": 256, "max_completion_tokens": 512}
+    made = Config(
+        batch=BatchSection(prompts_per_step=1024, micro_tokens=4096),
+        sampling=SamplingSection(**sizes),
+        mesh=MeshSection(fsdp=32, sampler_tensor=16),
+    )
+    a = model_named("qwen3-32b").architecture
+    devices = tpu("v6e", 4, 8)
     assert decided_micro_tokens(made, run_roles(made, a, devices), a) == micro_tokens
 
 

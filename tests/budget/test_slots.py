@@ -189,7 +189,7 @@ def test_places_by_the_mean_length_of_completions_share_a_pool():
     """8B on 8 v6e, completions of up to 16 thousand tokens: of a quarter of that in the mean."""
     config = Config(
         model=ModelSection(dtype="bfloat16"),
-        mesh=MeshSection(fsdp=8),
+        mesh=MeshSection(fsdp=8, sampler_tensor=2),
         sampling=sampling(1024, 16384),
         batch=BatchSection(64, 8),
     )

@@ -1,14 +1,18 @@
 """The gated delta rule: against a plain recurrence in float64, and against transformers."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import relative
+from small import QWEN3, relative, roles
 
-from shoal.model import delta_net
+from shoal.mesh import Role
+from shoal.model import delta_gpu, delta_net, delta_tpu
+from shoal.model.architecture import DeltaNet, Layer
+from shoal.model.attention import trials
 from shoal.model.delta_net import (
     CHUNK,
     _unit_lower_inverse,
@@ -16,6 +20,8 @@ from shoal.model.delta_net import (
     convolve,
     convolve_after,
 )
+from shoal.model.recurrence import step_of, steps_by_kernel
+from shoal.model.transformer import Model
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 6
 delta_rows = partial(delta_net.delta_rows, platform="cpu")
@@ -268,6 +274,68 @@ def test_a_step_is_the_same_on_each_platform():
             delta_step(*tokens, state, platform=platform), expected, strict=True
         ):
             assert relative(found, same) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernel", [delta_gpu, delta_tpu])
+def test_the_kernels_of_decoding_compute_a_step(kernel, dtype, monkeypatch):
+    """Interpreted, for heads of other sizes than the values'; where they are wrong it is noticed
+    before they are used."""
+    device = jax.devices()[0]
+
+    def step_kernel(_):
+        return kernel
+
+    monkeypatch.setattr(trials, "step_kernel", step_kernel)
+    trials.state_fault_on.cache_clear()
+    assert trials.state_fault_on(device, 32, 64, dtype, interpret=True) == ""
+    right = kernel.step_by_kernel
+
+    def wrong(q, k, v, log_decay, beta, state, interpret):
+        return right(q, k, v, log_decay, 1.1 * beta, state, interpret)
+
+    monkeypatch.setattr(kernel, "step_by_kernel", wrong)
+    fault = trials.state_fault_on(device, 16, 32, dtype, interpret=True)
+    trials.state_fault_on.cache_clear()
+    assert "results of delta nets differ" in fault
+
+
+def test_the_kernels_of_decoding_are_used_where_they_can_compute_the_heads(monkeypatch):
+    sizes = DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=128, value_dim=64)
+    a = replace(QWEN3, layers=(Layer("delta_net"),), delta_net=sizes)
+    model = Model(a, roles(1, 1, 1).sampler)
+    wide = replace(model, architecture=replace(a, delta_net=replace(sizes, value_dim=256)))
+    found = {}
+    for platform in ("cpu", "gpu", "tpu"):
+        monkeypatch.setattr(Role, "platform", platform)
+        assert not steps_by_kernel(replace(model, attention="blocked"))
+        found[platform] = steps_by_kernel(model), steps_by_kernel(wide)
+    assert found == {"cpu": (False, False), "gpu": (True, False), "tpu": (False, True)}
+
+
+@pytest.mark.parametrize(("platform", "kernel"), [("gpu", delta_gpu), ("tpu", delta_tpu)])
+def test_on_several_devices_each_steps_its_heads(platform, kernel, monkeypatch):
+    """Two devices, each with one of two key heads and its value heads; 6 slots, of which a TPU's
+    step takes several."""
+    monkeypatch.setattr(Role, "platform", platform)
+    monkeypatch.setattr(kernel, "step_by_kernel", partial(kernel.step_by_kernel, interpret=True))
+    side = 128 if platform == "tpu" else 16
+    sizes = DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=side, value_dim=side)
+    a = replace(QWEN3, layers=(Layer("delta_net"),), delta_net=sizes)
+    rng = np.random.default_rng(10)
+    shapes = (2, side), (2, side), (4, side), (4,), (4,), (4, side, side)
+    q, k, v, decay, beta, state = (
+        jnp.asarray(rng.normal(size=(3, 2, *shape)), jnp.float32) for shape in shapes
+    )
+    arrays = q, k, v, -abs(decay), beta, state
+    results = []
+    for tensor in (1, 2):
+        model = Model(a, roles(1, 1, tensor).sampler)
+        assert steps_by_kernel(model)
+        results.append([np.asarray(x) for x in jax.jit(step_of(model))(*arrays)])
+    for one, two, plain in zip(*results, delta_step(*arrays), strict=True):
+        assert np.array_equal(one, two)
+        assert relative(one, plain) < 1e-6
 
 
 def test_the_chain_goes_through_the_prompts_end():

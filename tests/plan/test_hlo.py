@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shoal.config.sections.devices import MeshSection
@@ -20,6 +19,7 @@ from shoal.model import grouped_gpu
 from shoal.model.attention import gpu as gpu_attention
 from shoal.model.attention import tpu as tpu_attention
 from shoal.model.attention.rule import Tokens
+from shoal.model.linear import Groups, linear
 from shoal.plan.analysis import jaxpr_flops
 from shoal.plan.hlo import Collective, Module
 from shoal.plan.transfers import device_groups, group_size, link_of, transfer_rows
@@ -263,6 +263,28 @@ def test_a_gpu_reads_what_a_gather_needs_and_a_share_of_what_a_kernel_writes_int
     assert costs.in_kernels == (32 + 8000 + 32) / 4
 
 
+def test_the_room_that_a_product_has_for_itself_is_not_counted_as_written():
+    text = """HloModule m
+
+ENTRY %main (x: bf16[8,16], w: bf16[16,4]) -> bf16[8,4] {
+  %x = bf16[8,16]{1,0} parameter(0)
+  %w = bf16[16,4]{1,0} parameter(1)
+  %product.1 = (bf16[8,4]{1,0}, s8[4194304]{0}) custom-call(%x, %w), \
+custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(f)/dot_general"}
+  ROOT %result.1 = bf16[8,4]{1,0} get-tuple-element(%product.1), index=0
+}
+"""
+    assert [size for _, size, _ in Module(text).costs().operations] == [2 * (8 * 16 + 16 * 4 + 32)]
+
+
+def test_the_kernel_of_states_writes_all_that_it_reads():
+    """4,000 numbers of 2 bytes in place, 8 places, 8 numbers out; it has no products of
+    matrices."""
+    costs = Module(OF_A_GPU.replace("decode_kernel", "delta_step")).costs(kernel_share=0.25)
+    assert costs.operations[0].bytes == 32 + 8000 + 32 + 8000
+    assert costs.in_kernels == 0.0
+
+
 def test_a_fusion_within_a_fusion_reads_the_layer_that_it_takes_of_a_stack():
     """1,024 of 4,096 bytes, 32 of x, 64 written; the whole stack where it is also summed."""
     text = """HloModule m
@@ -294,9 +316,10 @@ ENTRY %main (a: bf16[4,16,32], x: bf16[1,16]) -> bf16[1,32] {
     ]
 
 
-def test_decodings_kernel_on_a_tpu_takes_as_long_as_its_live_pages_at_the_memorys_rate():
-    """A quarter of 8,064 bytes, at 2 a cycle; nothing is copied beside it."""
-    costs = Module("""HloModule m
+def test_decodings_kernels_on_a_tpu_take_as_long_as_what_they_move_at_the_memorys_rate():
+    """Of attention a quarter of 8,064 bytes, its live pages, at 2 a cycle; of states all of them.
+    Nothing is copied beside it."""
+    text = """HloModule m
 
 ENTRY %main (q: f32[8], cache: bf16[4000]) -> f32[8] {
   %q = f32[8]{0} parameter(0)
@@ -304,8 +327,13 @@ ENTRY %main (q: f32[8], cache: bf16[4000]) -> f32[8] {
   ROOT %k = f32[8]{0} custom-call(%q, %cache), target="tpu_custom_call", \
 metadata={op_name="/decode_kernel/"}
 }
-""").costs(memory_rate=2.0, kernel_share=0.25)
+"""
+    costs = Module(text).costs(memory_rate=2.0, kernel_share=0.25)
     assert list(costs.cycles.values()) == [1008] and costs.in_kernels == costs.memory == 2016
+    of_states = Module(text.replace("decode_kernel", "delta_step"))
+    costs = of_states.costs(memory_rate=2.0, kernel_share=0.25)
+    assert list(costs.cycles.values()) == [4032] and costs.memory == 8064
+    assert costs.in_kernels == 0.0
 
 
 def test_a_gather_inside_asynchronous_fusions_counts_once():
@@ -619,13 +647,24 @@ def test_products_by_kernels_are_counted_whatever_attention_reads():
         grouped_gpu.product(x, -matrices, tiles, x.dtype)
         return grouped_gpu.product(x, matrices, tiles, x.dtype)
 
-    def unnamed(x):  # as JAX's own kernels are
-        cost = pl.CostEstimate(flops=8, transcendentals=0, bytes_accessed=0)
-        return pl.pallas_call(lambda ref, out: None, x, cost_estimate=cost)(x)
-
     jaxpr = jax.make_jaxpr(product)(x, matrices).jaxpr
     assert jaxpr_flops(jaxpr, of_kernels=True, kernel_share=0.25) == 2 * 32 * 8 * 16
-    assert jaxpr_flops(jax.make_jaxpr(unnamed)(x).jaxpr, kernel_share=0.25) == 2
+
+
+def test_products_of_experts_on_tpus_are_counted_by_the_rows_of_each_group():
+    """1,024 rows in 4 groups, times matrices of 8 x 16, forward and for both gradients: XLA's
+    `ragged_dot`, and JAX's kernels, whatever attention reads."""
+    shapes = (1024, 8), (4, 8, 16)
+    x, matrices = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+    def loss(x, matrices):
+        product = linear(matrices, x, groups=Groups(jnp.full(4, 256)))
+        return product.astype(jnp.float32).sum()
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, matrices).jaxpr
+    of_product = 2 * 1024 * 8 * 16
+    assert jaxpr_flops(jaxpr, kernel_share=0.25) == 3 * of_product
+    assert jaxpr_flops(jaxpr, of_kernels=True, kernel_share=0.25) == 3 * of_product
 
 
 def test_the_body_of_a_shard_map_counts_once_for_each_manual_part():

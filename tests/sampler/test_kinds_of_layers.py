@@ -28,11 +28,16 @@ from shoal.model.attention.caches import (
 )
 from shoal.model.attention.decode import ContextAttention, PieceAttention
 from shoal.model.attention.reference import attend
-from shoal.model.attention.selector import attention_kind, by_pages, decode_kernel_refusal
+from shoal.model.attention.selector import (
+    attention_kind,
+    by_pages,
+    decode_kernel_refusal,
+    has_pages,
+)
 from shoal.model.passes import Prompts
 from shoal.model.transformer import Model, forward
 from shoal.protocols import SampleRequest
-from shoal.records import Completion, Purpose, StopReason
+from shoal.records import Completion, Purpose, ShoalError, StopReason
 from shoal.sampler import programs
 from shoal.sampler.engine import Engine, run_until_idle
 from shoal.weights.sampler_copy import publish_to
@@ -347,10 +352,30 @@ def test_a_model_of_states_alone_asks_for_no_kernel_of_attention(platform, monke
     monkeypatch.setattr(Role, "platform", platform)
     model = Model(OTHERS["states alone"], roles().sampler)
     assert attention_kind(model, 1, 4096) == "reference"
-    assert not by_pages(model)
+    assert not has_pages(model)
     refusal = decode_kernel_refusal(model)
     assert (platform == "cpu") == ("this is a CPU" in refusal)
     assert (platform != "cpu") == (refusal == "none of the model's layers has attention")
+
+
+def test_each_kind_of_layer_is_asked_for_its_pages_and_its_kernel(monkeypatch):
+    """Heads of 80 have no kernel, those of 64 have one, whichever come first."""
+    sizes = {
+        "slots": 4,
+        "group_size": 2,
+        "max_prompt_tokens": 8,
+        "max_completion_tokens": 8,
+        "eos_ids": (),
+    }
+    monkeypatch.setattr(Role, "platform", "tpu")
+    layers = (Layer(head_dim=80), Layer(head_dim=64))
+    model = Model(replace(SMALL, layers=layers), roles().sampler)
+    assert [by_pages(model, layer) for layer in layers] == [False, True]
+    assert Engine(model, **sizes).pool is not None
+    monkeypatch.setattr(Role, "platform", "gpu")
+    a = replace(SMALL, layers=layers[::-1])
+    with pytest.raises(ShoalError, match="the model's head_dim is 80"):
+        Engine(replace(model, architecture=a, attention="pallas"), **sizes)
 
 
 # ---- experts

@@ -43,7 +43,7 @@ from shoal.model import adapters
 from shoal.model.architecture import EXPERT_PRODUCTS, Adapter, Architecture, Layer
 from shoal.model.attention import selector
 from shoal.model.block import _heads
-from shoal.model.compiler_habits import PLAIN, gated_product, products_joined
+from shoal.model.compiler_habits import PLAIN, gated_product, products_joined, scales_folded
 from shoal.model.families import MULTIMODAL, architecture_of
 from shoal.model.flops import model_flops
 from shoal.model.layers import by_layer
@@ -123,6 +123,20 @@ def test_joined_products_are_the_three(a, number):
         strict=True,
     ):
         assert found.shape == expected.shape and relative(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize(("scale", "folds"), [(4.0, True), (0.5, True), (3.0, False)])
+def test_a_scale_that_is_a_power_of_two_is_folded_with_the_same_bits(scale, folds):
+    rng = np.random.default_rng(0)
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    weight = Adapted(draw(24, 16), draw(24, 4), draw(4, 16), scale)
+    folded = scales_folded({"q": weight, "norm": draw(24)})["q"]
+    assert (folded.scale == 1.0) == folds
+    x = draw(5, 24)
+    assert np.array_equal(linear(folded, x), linear(weight, x))
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shoal.budget.budget import PLAN_FOR, TIGHT, Budget, StepProgram
+from shoal.budget.budget import FULL, PLAN_FOR, TIGHT, Budget, StepProgram
 from shoal.budget.memory import (
     activation_bytes,
     device_memory,
@@ -23,7 +23,7 @@ from shoal.budget.memory import (
     weight_budget,
 )
 from shoal.budget.shapes import completion_rows, computed_tokens, group_rows
-from shoal.config.derived import longest_sequence
+from shoal.config.derived import MICRO_TOKENS, longest_sequence
 from shoal.config.train import Config
 from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, has_host_memory, make_roles
 from shoal.model.architecture import Architecture
@@ -99,20 +99,23 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     memory = device_memory(devices[0])
     if config.mesh.sampler_tensor or not memory:
         return roles
-    tensor = replica_size(config, a, roles, PLAN_FOR * memory)
+    tensor = replica_size(config, a, roles, memory)
     if tensor == roles.sampler.tensor:
         return roles
     return make_roles(replace(config.mesh, sampler_tensor=tensor), devices, hidden_size)
 
 
-def replica_size(config: Config, a: Architecture, roles: Roles, available: float) -> int:
+def replica_size(config: Config, a: Architecture, roles: Roles, memory: int) -> int:
     """Returns the number of devices that a replica of the sampler is split over, so that its
-    weights and what else a device holds fit into `available` bytes: the number in `roles`, doubled
-    until they fit or until the model cannot be split further (they may then still not fit)."""
+    weights and what else a device of `memory` bytes holds fit. It is the number in `roles`, doubled
+    until they fit into PLAN_FOR of it while sampling, or until the model cannot be split further
+    (they may then still not fit); and until the least update on the same devices fits into FULL of
+    it, if any number allows that."""
     dtype = compute_dtype(config.model.dtype, roles.sampler.platform)
-    held = open_budget(config, roles, a).held("sampler", "sampling")
+    weights = open_budget(config, roles, a)
+    held = weights.held("sampler", "sampling")
     held.pop("the sampler's copy", 0)  # counted below, because it depends on the size
-    free = available - sum(held.values())
+    free = PLAN_FOR * memory - sum(held.values())
     # the most versions that are in memory at the same time
     versions = max(num_held for num_held, _ in held_versions(config))
     needed = 0
@@ -123,11 +126,24 @@ def replica_size(config: Config, a: Architecture, roles: Roles, available: float
     possible = tensor_sizes(a, roles.sampler.local.mesh.size)
     if config.mesh.expert > 1 and a.experts:  # a replica's devices share the experts
         possible = [size for size in possible if a.experts.num_experts % size == 0]
-    tensor = roles.sampler.tensor
-    # Doubled, because heads, feed-forward sizes and networks are multiples of powers of two.
-    while needed / tensor > free and 2 * tensor in possible:
-        tensor *= 2
-    return tensor
+
+    def fewest(free: float) -> int:
+        """Returns the fewest devices with which the weights take at most `free` bytes of each."""
+        tensor = roles.sampler.tensor
+        # Doubled, because heads, feed-forward sizes and networks are multiples of powers of two.
+        while needed / tensor > free and 2 * tensor in possible:
+            tensor *= 2
+        return tensor
+
+    tensor = fewest(free)
+    if "trainer" not in weights.colocated_roles("sampler"):
+        return tensor
+    in_update = least_update(weights, a, roles.trainer).needed("accumulate")
+    in_update.pop("the sampler's copy", 0)
+    free = FULL * memory - sum(in_update.values())
+    of_update = fewest(free)
+    # If no number leaves an update enough, as few as sampling needs.
+    return max(tensor, of_update) if needed / of_update <= free else tensor
 
 
 def open_budget(config: Config, roles: Roles, a: Architecture) -> Budget:
@@ -151,6 +167,26 @@ def with_update(
     )
     update = {"accumulate": StepProgram("trainer")}
     return replace(weights, programs=update, activations=activations).estimated()
+
+
+def least_update(weights: Budget, a: Architecture, role: Role) -> Budget:
+    """Returns the budget of a job's weights with the least update that the settings allow: the
+    default micro-batch, and, where `model.remat` is open, the backward pass that keeps least."""
+    config = weights.config
+    remat = config.model.remat
+    if remat in ("auto", "none"):
+        remat = "full"
+    dtype = compute_dtype(config.model.dtype, role.platform)
+    tokens = least_tokens(config, role)
+    return with_update(weights=weights, a=a, role=role, dtype=dtype, tokens=tokens, remat=remat)
+
+
+def least_tokens(config: Config, role: Role) -> int:
+    """Returns the tokens that a micro-batch has on each device of the trainer: those of
+    `batch.micro_tokens`, or the default if that is open; but a row is never shorter than the
+    longest sequence, which `context` devices share."""
+    tokens = config.batch.micro_tokens or MICRO_TOKENS
+    return max(tokens, -(-longest_sequence(config) // role.context))
 
 
 def free_cache_bytes(config: Config, roles: Roles, a: Architecture) -> int:
@@ -206,8 +242,9 @@ def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
 
     On an accelerator: the largest number of whole groups, up to MOST_MICRO_TOKENS, with which an
     update fits into PLAN_FOR of a device's memory, with the `model.remat` that the default would
-    get. On a CPU: `cpu_micro_tokens`. The default in `config` is the least; it is returned if the
-    device's memory is unknown, if `model.remat` is `none`, or if the job learns from data.
+    get. If not even the default in `config` fits into FULL of it, the largest part of a group that
+    does; the default if none does. On a CPU: `cpu_micro_tokens`. The default is also returned if
+    the device's memory is unknown, if `model.remat` is `none`, or if the job learns from data.
     """
     tokens = config.batch.micro_tokens
     role = roles.trainer
@@ -223,12 +260,20 @@ def decided_micro_tokens(config: Config, roles: Roles, a: Architecture) -> int:
         remat = decided_remat(config, roles, a)
     dtype = compute_dtype(config.model.dtype, role.platform)
     weights = open_budget(config, roles, a)
+
+    def fits(size: int, share: float) -> bool:
+        """True if an update of rows of `size` tokens fits into this share of the memory."""
+        budget = with_update(weights=weights, a=a, role=role, dtype=dtype, tokens=size, remat=remat)
+        return budget.fits(share)
+
+    if not fits(least_tokens(config, role), FULL):
+        for size in reversed(completion_rows(config)):
+            if size < tokens and fits(size, FULL):
+                return size
+        return tokens
     chosen = tokens
     for size in group_rows(config, role.row_shards):
-        if not chosen < size <= MOST_MICRO_TOKENS:
-            continue
-        budget = with_update(weights=weights, a=a, role=role, dtype=dtype, tokens=size, remat=remat)
-        if budget.fits(PLAN_FOR):
+        if chosen < size <= MOST_MICRO_TOKENS and fits(size, PLAN_FOR):
             chosen = size
     return chosen
 
@@ -274,8 +319,7 @@ def decided_remat(config: Config, roles: Roles, a: Architecture) -> str:
         return "full"
     if known.is_tpu and a.hidden_size * known.hbm / known.peaks["bfloat16"] < LEAST_READS:
         return "full"
-    # a row is never shorter than the longest sequence, which `context` devices share
-    tokens = max(tokens, -(-longest_sequence(config) // role.context))
+    tokens = least_tokens(config, role)
     weights = open_budget(config, roles, a)
     for remat in ("dots", "attention"):
         if with_update(

@@ -388,12 +388,11 @@ def teacher_update_bytes(
     return head + MAX_IN_FLIGHT * tokens * of_a_token
 
 
-DELTA_NET_ARRAYS = {"cpu": 44, "gpu": 22, "tpu": 28}
+DELTA_NET_ARRAYS = {"cpu": 68, "gpu": 30, "tpu": 29}
 """So many float32 arrays as wide as a delta net's values are on a device while its layer is
-computed backward, with the MLP beside it, by platform. By the compilers' account of Qwen3.5's 4B
-(heads of 128) with `model.remat=full`: on an H200, in bfloat16, 16 if layers of one kind are
-scanned and 22 if a pattern of three with attention is; of the delta net alone 8, on a v6e 22, to
-which the MLP's arrays in bfloat16 are added. On CPU, in float32, 43, of the delta net alone 32."""
+computed backward, with the MLP beside it, by platform. By the compilers' account of heads of 128
+the delta net alone has 22 on an H200 and 23 on a v6e, in bfloat16, and 34 on a CPU, in float32; on
+a CPU a narrow model has 66 with all else."""
 
 
 def _passing_bytes(a: Architecture, role: Role, itemsize: int) -> float:

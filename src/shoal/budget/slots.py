@@ -18,7 +18,7 @@ from shoal.config.train import Config, Turns
 from shoal.mesh import Roles
 from shoal.model.architecture import Architecture
 from shoal.model.attention.caches import MOST_SIBLINGS, PAGE, cache_size
-from shoal.model.attention.selector import by_pages
+from shoal.model.attention.selector import has_pages
 from shoal.model.attention.softmax import largest_block
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
@@ -142,8 +142,7 @@ def plan_slots(
     longest_sequence = sampling.slot_prompt + sampling.max_completion_tokens
     model = replace(model, longest_sequence=longest_sequence)
     mean = sampling.mean_completion_tokens
-    paged = by_pages(model)
-    if mean and not paged:
+    if mean and not has_pages(model):
         raise ShoalError(
             f"sampling.mean_completion_tokens={mean}: only decoding by the kernel for TPUs has "
             f"caches by pages ({role.platform.upper()}, model.attention={model.attention}); use 0",

@@ -185,8 +185,8 @@ def delta_rows(
     q and k are [R, T, Hk, dk], which are divided by their lengths here; v[R, T, Hv, dv],
     log_decay[R, T, Hv], none above 0, and beta[R, T, Hv]. Each key head serves Hv // Hk consecutive
     value heads. `segment` and `prompt` are [R, T], those of a `LearnerBatch`; padding gives 0, and
-    no gradient. The backward pass keeps the states before each chunk, and computes the rest of a
-    chunk again. `platform` is a key of CHUNK.
+    no gradient. The backward pass keeps the states before each chunk and the replaced values, and
+    computes most of the rest again. `platform` is a key of CHUNK.
     """
     size = segment.shape[1]
     chunk = _chunk_size(size, platform)
@@ -238,7 +238,7 @@ def delta_step(
     v[N, W, Hv, dv], log_decay and beta [N, W, Hv], state[N, W, Hv, dk, dv]. Returns (out[N, W, Hv,
     dv] in v's type, the new state, float32). `platform` is a key of CHUNK."""
     share = v.shape[-2] // k.shape[-2]
-    q, k = _unit_queries_and_keys(q, k)
+    q, k = unit_queries_and_keys(q, k)
     q = jnp.repeat(q.astype(jnp.float32), share, axis=-2)
     k = jnp.repeat(k.astype(jnp.float32), share, axis=-2)
     # Query and key read the state in one pass; the new state is written in another.
@@ -350,7 +350,7 @@ def _chunked(
     q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, chunk: int
 ) -> _Tokens:
     """Divides tokens [R, T, ...] into chunks, the last of which is filled up."""
-    q, k = _unit_queries_and_keys(q, k)
+    q, k = unit_queries_and_keys(q, k)
     key_heads = k.shape[2]
 
     def by_head(x: jax.Array, first: int, last: int) -> jax.Array:
@@ -384,7 +384,7 @@ def _whole_rows(x: jax.Array, size: int) -> jax.Array:
     return by_token.reshape(rows, chunks * chunk, key_heads * share, dv)[:, :size]
 
 
-def _unit_queries_and_keys(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+def unit_queries_and_keys(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns queries and keys [.., dk] divided by their lengths, in their own type; queries also
     divided by the root of dk, the usual factor of scores."""
 
@@ -399,27 +399,52 @@ def _unit_queries_and_keys(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.A
 # ---- the scan
 
 
+class _OfStates(NamedTuple):
+    """What the states of n chunks are computed with, besides values and rates. n stands in front of
+    each; products with states are with all K of a head, which stand below each other."""
+
+    keys: jax.Array  # [R, h, c, K dk]: a key beside the state that it reads, else zeros
+    # [R, h, g, c, K dk]: a key for each state, decayed until the token whose state that becomes
+    writers: jax.Array
+    system: jax.Array  # float32[R, h, g, c, c]: what each key reads of them, times the rate
+    inverse: jax.Array  # [R, h, g, c, c]: of I + system; it gets no gradient
+    since_start: jax.Array  # float32[R, h, g, c]: decay since the chunk's first token
+    kept: jax.Array  # float32[R, h, g, K, K]: the share of each state before in each after
+
+
+class _Prepared(NamedTuple):
+    """What does not depend on the carried states, of n chunks."""
+
+    of_states: _OfStates
+    queries: jax.Array  # [n, R, h, c, K dk]: as `keys`
+    scores: jax.Array  # [n, R, h, g, c, c]: what each query reads of the chunk's replaced values
+
+
 def _through_chunks(
     tokens: _Tokens, history: _History, state: jax.Array, platform: str
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the rule chunk after chunk, from state[R, h, g, K dk, dv] on: the K carried states
     of a head stand below each other, in the order of `_History.states`. Returns (out[n, R, h, g, c,
-    dv] in the type of q and k, the last state)."""
-    one_chunk = partial(_one_chunk, INVERTED_AT_ONCE[platform])
-    # The backward pass finds the state before each chunk stored, and computes the chunk again.
-    one_chunk = jax.checkpoint(one_chunk, prevent_cse=False)
-    last, out = jax.lax.scan(one_chunk, state, (tokens, history))
+    dv] in the type of q and k, the last state).
+
+    Only what needs the state before a chunk is computed in the scan, by few operations: each is
+    small, and waits for the one before. All else is computed for all chunks together, and again in
+    the backward pass, which finds the states before each chunk stored."""
+    # If the layer as a whole is computed again, both are, and a compiler may join them.
+    again = partial(jax.checkpoint, prevent_cse=False)
+    prepare = again(jax.vmap(partial(_prepare, INVERTED_AT_ONCE[platform])))
+    prepared = prepare(tokens, history)
+    last, states, replaced = _through_states(state, tokens.v, tokens.beta, prepared.of_states)
+    out = again(jax.vmap(_outputs))(prepared, states, replaced)
     return out, last
 
 
-def _one_chunk(
-    at_once: int, state: jax.Array, chunk: tuple[_Tokens, _History]
-) -> tuple[jax.Array, jax.Array]:
-    """Computes one chunk, whose arrays are those of `_Tokens` and `_History` without n: (state
-    before it, the chunk) -> (state after it, out). `at_once` is that of `_unit_lower_inverse`."""
+def _prepare(at_once: int, tokens: _Tokens, history: _History) -> _Prepared:
+    """Computes what does not depend on the carried states, of one chunk, whose arrays are those of
+    `_Tokens` and `_History` without n. `at_once` is that of `_unit_lower_inverse`."""
     # Letters: r rows, h key heads, g value heads of each, i and j tokens, d features of a key, e of
     # a value.
-    (both, v, log_decay, beta), history = chunk
+    both, _, log_decay, beta = tokens
     dtype = both.dtype
     share, size = log_decay.shape[2:]
     decay, since_start = _decays(log_decay, history.ancestors)
@@ -440,22 +465,109 @@ def _one_chunk(
     for carried in history.states:
         reads_it = jnp.concatenate([carried.read_by, carried.read_by], axis=-1).astype(dtype)
         readers.append(both * reads_it[:, None, :, None])
-    read = einsum32("rhid,rhgde->rhgie", jnp.concatenate(readers, -1), state.astype(dtype))
-    by_query, by_key = jnp.split(read, 2, axis=3)
-    by_query = since_start[..., None] * by_query
-    by_key = since_start[..., None] * by_key
-    replaced = _solved(system, inverse, (beta[..., None] * (v - by_key)).astype(dtype))
-    out = by_query + einsum32("rhgij,rhgje->rhgie", scores.astype(dtype), replaced)
+    queries, keys = jnp.split(jnp.concatenate(readers, -1), 2, axis=2)
 
     # What each token adds to a carried state: it decays until the token whose state that becomes.
     becomes = jnp.stack([carried.becomes for carried in history.states], axis=1)  # [R, K, c]
     until_then = _product(becomes[:, None, None], decay)  # [R, h, g, K, c]
-    keys: Any = _for_value_heads(both[:, :, size:], share)
+    own_keys: Any = _for_value_heads(both[:, :, size:], share)
     writers = []
     for number in range(len(history.states)):
-        writers.append((until_then[..., number, :, None] * keys).astype(dtype))
-    new = einsum32("rhgjd,rhgje->rhgde", jnp.concatenate(writers, -1), replaced)
-    return _kept_states(state, since_start, history) + new, out.astype(dtype)
+        writers.append((until_then[..., number, :, None] * own_keys).astype(dtype))
+    of_states = _OfStates(
+        keys=keys,
+        writers=jnp.concatenate(writers, -1),
+        system=system,
+        inverse=inverse.astype(dtype),
+        since_start=since_start,
+        kept=_kept_shares(since_start, history),
+    )
+    return _Prepared(of_states, queries, scores.astype(dtype))
+
+
+@jax.custom_vjp
+def _through_states(
+    state: jax.Array, v: jax.Array, beta: jax.Array, given: _OfStates
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the states of all chunks, from state[R, h, g, K dk, dv] on; v[n, R, h, g, c, dv] and
+    beta[n, R, h, g, c] are those of `_Tokens`. Returns (the last states, those before each chunk
+    [n, ..], the replaced values [n, R, h, g, c, dv] in the type of the products).
+
+    The backward pass goes through the chunks with the gradient of the states alone; from these and
+    the states it computes all other gradients for all chunks together.
+    """
+
+    def step(state: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        v, beta, given = chunk
+        dtype = given.keys.dtype
+        by_key = einsum32("rhid,rhgde->rhgie", given.keys, state.astype(dtype))
+        wanted = beta[..., None] * (v - given.since_start[..., None] * by_key)
+        # The solution of (I + system) replaced = wanted.
+        replaced = jnp.matmul(given.inverse, wanted.astype(dtype), preferred_element_type=dtype)
+        new = einsum32("rhgjd,rhgje->rhgde", given.writers, replaced)
+        return _mixed(state, given.kept) + new, (state, replaced)
+
+    last, (states, replaced) = jax.lax.scan(step, state, (v, beta, given))
+    return last, states, replaced
+
+
+def _through_states_forward(
+    state: jax.Array, v: jax.Array, beta: jax.Array, given: _OfStates
+) -> tuple[tuple[jax.Array, ...], tuple]:
+    last, states, replaced = _through_states(state, v, beta, given)
+    return (last, states, replaced), (v, beta, given, states, replaced)
+
+
+def _through_states_backward(kept: tuple, gradients: tuple[jax.Array, ...]) -> tuple:
+    """Returns the gradients of (state, v, beta, what is given)."""
+    v, beta, given, states, replaced = kept
+    d_last, d_states, d_replaced = gradients
+    dtype = given.keys.dtype
+
+    def step(d_after: jax.Array, chunk: tuple) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """Goes back through a chunk: from the gradient of the states after it to that of the states
+        before it; returns also the former, and that of the values that are wanted."""
+        given, rate, d_states, d_replaced = chunk
+        by_states = einsum32("rhgjd,rhgde->rhgje", given.writers, d_after.astype(dtype))
+        d_replaced = (d_replaced + by_states).astype(dtype)
+        d_wanted = jnp.matmul(given.inverse.mT, d_replaced, preferred_element_type=dtype)
+        d_by_key = (-rate * d_wanted).astype(dtype)
+        by_key = einsum32("rhid,rhgie->rhgde", given.keys, d_by_key)
+        d_before = _mixed(d_after, given.kept.mT) + by_key + d_states
+        return d_before, (d_after, d_wanted)
+
+    rate = (beta * given.since_start)[..., None]
+    chunks = given, rate, d_states, d_replaced
+    d_state, (d_after, d_wanted) = jax.lax.scan(step, d_last, chunks, reverse=True)
+
+    read = states.astype(dtype)
+    by_key = einsum32("nrhid,nrhgde->nrhgie", given.keys, read)
+    wide = d_wanted.astype(jnp.float32)
+    d_by_key = (-rate * wide).astype(dtype)
+    d_rate = (wide * (v - given.since_start[..., None] * by_key)).sum(-1)
+    d_given = _OfStates(
+        keys=einsum32("nrhgie,nrhgde->nrhid", d_by_key, read).astype(dtype),
+        writers=einsum32("nrhgje,nrhgde->nrhgjd", replaced, d_after.astype(dtype)).astype(dtype),
+        # Without products of inverses, which the gradient of an inverse would have.
+        system=-einsum32("nrhgie,nrhgje->nrhgij", d_wanted, replaced),
+        inverse=jnp.zeros_like(given.inverse),
+        since_start=-beta * (wide * by_key).sum(-1),
+        kept=_shares_of(d_after, states, given.kept.shape[-1]),
+    )
+    return d_state, (beta[..., None] * wide).astype(v.dtype), d_rate, d_given
+
+
+_through_states.defvjp(_through_states_forward, _through_states_backward)
+
+
+def _outputs(prepared: _Prepared, state: jax.Array, replaced: jax.Array) -> jax.Array:
+    """Computes the outputs of one chunk, [R, h, g, c, dv], from the states before it and its
+    replaced values, in their type."""
+    dtype = replaced.dtype
+    by_query = einsum32("rhid,rhgde->rhgie", prepared.queries, state.astype(dtype))
+    by_query = prepared.of_states.since_start[..., None] * by_query
+    out = by_query + einsum32("rhgij,rhgje->rhgie", prepared.scores, replaced)
+    return out.astype(dtype)
 
 
 def _decays(log_decay: jax.Array, ancestors: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -472,9 +584,9 @@ def _decays(log_decay: jax.Array, ancestors: jax.Array) -> tuple[jax.Array, jax.
     return jnp.where(mask, jnp.exp(between), 0.0), jnp.exp(of_ancestors.sum(-1))
 
 
-def _kept_states(state: jax.Array, since_start: jax.Array, history: _History) -> jax.Array:
-    """Returns what is left of the carried states in those after a chunk, [R, h, g, K dk, dv]. A
-    state that becomes that of a token has what this token read: a carried state, decayed. A state
+def _kept_shares(since_start: jax.Array, history: _History) -> jax.Array:
+    """Returns the share that each carried state after a chunk has of each before, [R, h, g, K, K].
+    A state that becomes that of a token has what this token read: a carried state, decayed. A state
     that stays has itself."""
     num_states = len(history.states)
     # 1 at the token whose state one becomes, if that token reads the other: for each one and other
@@ -483,45 +595,35 @@ def _kept_states(state: jax.Array, since_start: jax.Array, history: _History) ->
         for other in history.states:
             links.append(jnp.where(other.read_by, one.becomes, 0.0))
     linked = jnp.stack(links, axis=1)[:, None, None]  # [R, 1, 1, K K, c]
-    factors = jnp.split(_product(linked, since_start[..., None])[..., 0], num_states, axis=3)
-    before = jnp.split(state, num_states, axis=3)
+    decayed = _product(linked, since_start[..., None])[..., 0]
+    decayed = decayed.reshape(*decayed.shape[:3], num_states, num_states)
+    stays = jnp.stack([1.0 - one.becomes.sum(-1) for one in history.states], axis=-1)
+    return decayed + (stays[:, :, None] * np.eye(num_states))[:, None, None]
+
+
+def _mixed(states: jax.Array, shares: jax.Array) -> jax.Array:
+    """Returns sums of the K states of each head, [R, h, g, K dk, dv]: the k-th has the share
+    shares[R, h, g, k, l] of the l-th."""
+    count = shares.shape[-1]
+    before = jnp.split(states, count, axis=3)
     after = []
-    for number, one in enumerate(history.states):
-        stays = 1.0 - one.becomes.sum(-1)
-        is_itself = np.arange(num_states) == number
-        factor = factors[number] + (stays[:, None] * is_itself)[:, None, None]  # [R, h, g, K]
-        total = factor[..., 0, None, None] * before[0]
-        for other in range(1, num_states):
-            total = total + factor[..., other, None, None] * before[other]
+    for number in range(count):
+        total = shares[..., number, 0, None, None] * before[0]
+        for source in range(1, count):
+            total = total + shares[..., number, source, None, None] * before[source]
         after.append(total)
     return jnp.concatenate(after, axis=3)
 
 
-@jax.custom_vjp
-def _solved(system: jax.Array, inverse: jax.Array, x: jax.Array) -> jax.Array:
-    """Returns y with (I + system) y = x[..., c, dv], in x's type. `inverse` is that of I + system,
-    and has no gradient: that of the system follows from y, without products of inverses."""
-    return jnp.matmul(inverse.astype(x.dtype), x, preferred_element_type=jnp.float32).astype(
-        x.dtype
-    )
-
-
-def _solved_forward(
-    system: jax.Array, inverse: jax.Array, x: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    y = _solved(system, inverse, x)
-    return y, (inverse, y)
-
-
-def _solved_backward(kept: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple:
-    """Returns the gradients of the system and of x."""
-    inverse, y = kept
-    d_x = _solved(inverse, inverse.mT, gradient)
-    d_system = -jnp.matmul(d_x, y.mT, preferred_element_type=jnp.float32)
-    return d_system, None, d_x
-
-
-_solved.defvjp(_solved_forward, _solved_backward)
+def _shares_of(gradient: jax.Array, states: jax.Array, count: int) -> jax.Array:
+    """Returns the gradient of the shares with which `_mixed` mixed states[.., K dk, dv], given that
+    of its result: [.., K, K], `count` is K."""
+    after = jnp.split(gradient, count, axis=-2)
+    before = jnp.split(states, count, axis=-2)
+    rows = []
+    for of_mixed in after:
+        rows.append(jnp.stack([(of_mixed * source).sum((-1, -2)) for source in before], -1))
+    return jnp.stack(rows, -2)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -354,7 +354,9 @@ def _adapted(
     # The adapter is never merged into the kernel, whose type would round an update's change away.
     a, b = pair
     product = linear(kernel, x, out_dtype, groups)
-    low_rank = linear(a, x, groups=groups) * scale
+    low_rank = linear(a, x, groups=groups)
+    if scale != 1.0:
+        low_rank = low_rank * scale
     return product + linear(b, low_rank, out_dtype, groups)
 
 

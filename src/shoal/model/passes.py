@@ -26,7 +26,7 @@ from shoal.model.attention.decode import (
 )
 from shoal.model.attention.selector import RowAttention, prompt_reads, row_attention, row_reads
 from shoal.model.delta_net import chain_before
-from shoal.model.recurrence import RowRecurrence, SequenceRecurrence, SlotRecurrence
+from shoal.model.recurrence import RowRecurrence, SequenceRecurrence, SlotRecurrence, step_of
 from shoal.model.transformer import Model
 
 
@@ -117,9 +117,8 @@ class Slots:
         return SlotAttention(self.model, layer, self.tokens)
 
     def recurrence(self) -> SlotRecurrence:
-        return SlotRecurrence(
-            self.model.architecture.delta_net_sizes, self.model.role, self.tokens.live
-        )
+        sizes = self.model.architecture.delta_net_sizes
+        return SlotRecurrence(sizes, self.model.role, step_of(self.model), self.tokens.live)
 
 
 @dataclass(frozen=True)

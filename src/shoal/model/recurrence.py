@@ -7,11 +7,14 @@ each head. `shoal.model.delta_net` has the maths.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
 from shoal.model.architecture import DeltaNet
@@ -38,6 +41,10 @@ class State(NamedTuple):
 
     state: jax.Array  # float32[R, Hv, dk, dv]: of the delta rule
     tail: jax.Array  # [R, conv_size - 1, C]: the convolution's last inputs
+
+
+Step: TypeAlias = Callable[..., tuple[jax.Array, jax.Array]]
+"""(q, k, v, log_decay, beta, state) -> (out, new state), as `delta_step` takes and returns them."""
 
 
 class DeltaNetInputs(NamedTuple):
@@ -149,6 +156,7 @@ class SlotRecurrence:
 
     sizes: DeltaNet
     role: Role
+    step: Step
     live: jax.Array
 
     def __call__(
@@ -163,9 +171,50 @@ class SlotRecurrence:
         # Nothing decays and nothing is replaced: the state stays.
         log_decay = jnp.where(live, log_decay, 0.0)
         beta = jnp.where(live, beta, 0.0)
-        out, state = delta_step(q, k, v, log_decay, beta, cache.own_state, self.role.platform)
+        out, state = self.step(q, k, v, log_decay, beta, cache.own_state)
         tail = jnp.where(live[..., None], tokens[:, :, 1:], cache.own_tail)
         return out, replace(cache, own_state=state, own_tail=tail)
+
+
+def steps_by_kernel(model: Model) -> bool:
+    """True if decoding computes delta nets by the kernel for the model's devices: with
+    `model.attention` `auto` or `pallas`, on a GPU or TPU, if it can compute their heads."""
+    sizes = model.architecture.delta_net
+    if sizes is None or model.attention not in ("auto", "pallas"):
+        return False
+    return model.role.platform != "cpu" and step_kernel(model.role.platform).can_step(sizes)
+
+
+def step_kernel(platform: str) -> Any:
+    """Returns the module with the kernel for GPUs or TPUs. Pallas takes a second to import."""
+    if platform == "tpu":
+        from shoal.model import delta_tpu
+
+        return delta_tpu
+    from shoal.model import delta_gpu
+
+    return delta_gpu
+
+
+def step_of(model: Model) -> Step:
+    """Returns how decoding computes `delta_step` on the model's devices, each of which has its
+    heads."""
+    if not steps_by_kernel(model):
+        return partial(delta_step, platform=model.role.platform)
+    step = step_kernel(model.role.platform).step_by_kernel
+    mesh = model.role.mesh
+    if mesh.size == 1:
+        return step
+    heads = PartitionSpec(None, None, "tensor")
+    return jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(heads,) * 6,
+        out_specs=(heads, heads),
+        # All axes that are not manual already.
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
+    )
 
 
 def empty_state(sizes: DeltaNet, leading: tuple[int, ...], dtype: Any) -> State:

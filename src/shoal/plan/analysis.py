@@ -43,6 +43,10 @@ MOST_SHOWN = 12
 ANSWER_SECONDS = 1e-5
 """Seconds, assumed, until the host of a GPU has read whether a loop goes on."""
 
+_KERNELS_OF_ATTENTION = ("forward_kernel", "query_kernel", "key_kernel", "decode_kernel")
+"""The names of our kernels that skip blocks of keys. Others, such as JAX's for experts on TPUs,
+which have no name, compute all that they declare."""
+
 
 def analyse(job: PlannedJob, name: str) -> ProgramCost:
     """Compiles one program of a job, or reads the compiler's report from disk, and returns what one
@@ -288,7 +292,8 @@ def jaxpr_flops(
     kernel_share: float = 0.5,
 ) -> float:
     """Returns the FLOPs of a jaxpr's matrix products, two for each multiplication, for all devices
-    together. They include those that kernels declare; with `of_kernels`, they are only those.
+    together. They include those that kernels declare; with `of_kernels`, they are only those of
+    kernels.
     `assumed_trips`: rounds of `while` loops, whose number a jaxpr does not say, the outermost
     first; without it a loop counts as one round. `kernel_share`: the share of its declared cost
     that a kernel of attention computes. Of a condition the branch with most FLOPs counts."""
@@ -302,16 +307,18 @@ def jaxpr_flops(
             if not of_kernels:
                 total += _product_flops(equation)
             continue
+        if primitive == "ragged_dot_general":
+            # On TPUs XLA computes it by a kernel, about which it says no more than about ours.
+            total += _product_flops(equation)
+            continue
         if primitive == "pallas_call":
             if not any(id(variable) in read for variable in equation.outvars):
                 continue  # dead code that JAX does not remove, but compilers do
             declared = equation.params["cost_estimate"].flops
-            name = equation.params["name"] or ""  # other people's kernels may have none
-            if name.startswith("grouped_"):  # products of experts: of all rows
-                total += declared
-            else:
-                # A kernel declares the cost of all blocks of keys, but reads only a share of them.
-                total += declared * kernel_share
+            if equation.params["name"] in _KERNELS_OF_ATTENTION:
+                # Declared is the cost of all blocks of keys, of which the kernel reads a share.
+                declared *= kernel_share
+            total += declared
             continue
         times = 1.0
         trips = assumed_trips
@@ -335,11 +342,19 @@ def jaxpr_flops(
 
 def _product_flops(equation: Any) -> float:
     """Returns the FLOPs of an equation `dot_general`: two for each element of the result and each
-    index of the contracted dimensions of the left operand."""
-    (contracted, _), _ = equation.params["dimension_numbers"]
+    index of the contracted dimensions of the left operand. Of a `ragged_dot_general`, products of
+    rows with the matrices of their groups, those in which each row is in one group."""
+    result = equation.outvars[0].aval.shape
     shape = equation.invars[0].aval.shape
-    size = math.prod(equation.outvars[0].aval.shape) * math.prod(shape[dim] for dim in contracted)
-    return 2.0 * size
+    if equation.primitive.name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+    else:
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        if set(numbers.lhs_ragged_dimensions) <= set(contracted):
+            # A matrix for each group, of the rows of this group alone.
+            result = result[1:]
+    return 2.0 * math.prod(result) * math.prod(shape[dim] for dim in contracted)
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:

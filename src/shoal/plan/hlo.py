@@ -160,6 +160,15 @@ class Instruction(NamedTuple):
         return self.op == "custom-call" and "/decode_kernel/" in self.attributes
 
     @property
+    def steps_states(self) -> bool:
+        """True for the kernel of delta nets' decoding, which writes all that it reads of states."""
+        return self.op == "custom-call" and "/delta_step/" in self.attributes
+
+    @property
+    def is_tpu_kernel(self) -> bool:
+        return '"tpu_custom_call"' in self.attributes
+
+    @property
     def is_gpu_kernel(self) -> bool:
         return f'"{_KERNEL}"' in self.attributes
 
@@ -199,7 +208,7 @@ class Costs:
     bytes: dict[str, float] = field(default_factory=dict)  # source -> bytes read and written
     operations: list[Operation] = field(default_factory=list)  # without collectives
     unknown: list[Operation] = field(default_factory=list)  # those without an estimate of cycles
-    in_kernels: float = 0.0  # bytes moved by GPU kernels, and by the TPU kernel of decoding
+    in_kernels: float = 0.0  # bytes moved by kernels with products of matrices
     memory: float = 0.0
     """Bytes that operations read from a device's memory and write to it, without copies that run at
     the same time."""
@@ -438,7 +447,7 @@ class Module:
         read and once written. `shapes`: operand -> text of its shape; one that is missing counts 0
         bytes. Operations that are free (`is_free`) are not told apart here."""
         op = instruction.op
-        written = instruction.bytes
+        written = instruction.bytes - _workspace_bytes(instruction)
         # Bytes of each operand.
         read = [sum(arrays_of(shapes.get(name, ""))) for name in instruction.operands]
         if op == "fusion":
@@ -450,8 +459,9 @@ class Module:
             read = [written]
         elif op == "copy-start":
             written = sum(read)
-        elif op == "custom-call" and instruction.is_gpu_kernel:
-            # The result contains operands that it overwrites; they count as read alone.
+        elif op == "custom-call" and instruction.is_gpu_kernel and not instruction.steps_states:
+            # The result contains operands of which it overwrites a little; they count as read
+            # alone.
             written -= sum(read[operand_index] for operand_index in _aliased(instruction))
         elif op.endswith("-start"):  # its shape also contains what it reads
             written = sum(arrays_of(_results(instruction)))
@@ -676,7 +686,7 @@ class _Visit:
             share = self.kernel_share
         size = share * self.module.moved_bytes(instruction, shapes)
         flops = self.module.product_flops(instruction, shapes)
-        if instruction.is_gpu_kernel:
+        if instruction.is_gpu_kernel and not instruction.steps_states:
             costs.in_kernels += times * size
         if self.memory_rate and instruction.op not in _COPIES:
             off_chip = {}  # operand -> its shape without arrays on the chip, which count 0 bytes
@@ -685,10 +695,12 @@ class _Visit:
             result = instruction._replace(shape=_ON_CHIP.sub("", instruction.shape))
             moved = times * share * self.module.moved_bytes(result, off_chip)
             costs.memory += moved
-            if instruction.is_decoding_kernel:
-                # The compiler has no estimate of this kernel: it takes as long as it reads.
-                costs.in_kernels += moved
+            if instruction.is_tpu_kernel:
+                # The compiler has no estimate of kernels: they take as long as they read and write,
+                # or longer for their products of matrices.
                 self.add_cycles(source, moved / self.memory_rate)
+                if not instruction.steps_states:
+                    costs.in_kernels += moved
         costs.bytes[source] = costs.bytes.get(source, 0) + times * size
         arrays = _ARRAY.findall(instruction.shape)
         if arrays:
@@ -720,6 +732,16 @@ def _aliased(instruction: Instruction) -> list[int]:
     if aliases is None:
         return []
     return [int(number) for number in re.findall(r"\((\d+),", aliases[1])]
+
+
+def _workspace_bytes(instruction: Instruction) -> int:
+    """Returns the bytes that a product by cuBLAS has for its own use, the last part of its result,
+    of which it need write nothing; 0 for any other instruction."""
+    parts = _parts(instruction.shape)
+    is_product = instruction.op == "custom-call" and '"__cublas$' in instruction.attributes
+    if not is_product or not parts or not parts[-1].startswith("s8["):
+        return 0
+    return sum(arrays_of(parts[-1]))
 
 
 def _whole_bytes(instruction: Instruction, kind: str, devices: int) -> int:

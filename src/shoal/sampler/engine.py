@@ -30,7 +30,7 @@ import numpy as np
 
 from shoal.mesh import MAX_IN_FLIGHT
 from shoal.model.attention.caches import NO_PAGE, PAGE, cache_size
-from shoal.model.attention.selector import by_pages, decodes_by_kernel
+from shoal.model.attention.selector import decodes_by_kernel, has_pages
 from shoal.model.transformer import Model
 from shoal.protocols import Cancel, End, Extend, Message, SampleRequest
 from shoal.records import Completion, Params, Purpose, ShoalError
@@ -124,8 +124,10 @@ class Engine:
         `pages` do not suffice for one row at its limits; ShoalError if model.attention=pallas and
         decoding's kernel cannot compute the model."""
         model = replace(model, longest_sequence=max_prompt_tokens + max_completion_tokens)
-        # called for its error, which it raises before anything is compiled
-        decodes_by_kernel(model)
+        for layer in model.architecture.kinds:
+            if layer.mixer == "attention":
+                # called for its error, which it raises before anything is compiled
+                decodes_by_kernel(model, layer)
         shards = model.role.row_shards
         self.model = model
         self.truncated = truncated
@@ -157,7 +159,7 @@ class Engine:
         self.pool: PagePool | None = None
         row_pages = 0
         total_pages = 0
-        if by_pages(model):
+        if has_pages(model):
             pages_per_slot = completion_cache // PAGE
             pages_per_row = self.siblings * pages_per_slot
             replica_pages = pages or self.replica_rows * pages_per_row

@@ -30,7 +30,7 @@ from shoal.model.attention.caches import RING_SLACK, Cache, ContextSlots, PieceK
 from shoal.model.attention.decode import SlotTokens
 from shoal.model.attention.selector import attention_kind, prompt_reads
 from shoal.model.block import LayerAux, LayerInputs, PromptKeys, SharedKeys, block
-from shoal.model.compiler_habits import computed_once, products_joined
+from shoal.model.compiler_habits import computed_once, products_joined, scales_folded
 from shoal.model.head import logits
 from shoal.model.layers import by_layer, unstacked
 from shoal.model.norms import layer_norm
@@ -940,13 +940,18 @@ def _weights_for_decoding(model: Model, parameters: Params) -> Params:
         # XLA for CPU copies each layer out of stacked weights before its products: in the loop, at
         # every token.
         return replace(parameters, blocks=by_layer(model, parameters.blocks))
-    is_whole_on_gpu = model.role.platform == "gpu" and model.role.tensor == 1
-    if is_whole_on_gpu and selector.decodes_by_kernel(model):
-        # This copy is a fiftieth of what one token reads, and spares two launches a layer and
-        # token.
-        blocks = [products_joined(weights) for weights in by_layer(model, parameters.blocks)]
-        return replace(parameters, blocks=tuple(blocks))
-    return parameters
+    if model.role.platform != "gpu":
+        return parameters
+    joins_products = model.role.tensor == 1 and selector.decodes_by_kernel(model)
+    blocks = []
+    for weights in by_layer(model, parameters.blocks):
+        weights = scales_folded(weights)
+        if joins_products:
+            # This copy is a fiftieth of what one token reads, and spares two launches a layer and
+            # token.
+            weights = products_joined(weights)
+        blocks.append(weights)
+    return replace(parameters, blocks=tuple(blocks))
 
 
 def _decode(

@@ -19,6 +19,7 @@ from shoal.model.attention.reference import attend_at_once
 from shoal.model.attention.rule import Tokens, blocks_of
 from shoal.model.attention.softmax import Scoring, kernel_fault_of
 from shoal.model.block import PromptKeys
+from shoal.model.recurrence import steps_by_kernel
 from shoal.model.rotary import rotate_by_product
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
@@ -118,12 +119,14 @@ def kernel_fault(model: Model) -> str:
     for layer in a.kinds:
         if layer.mixer == "attention" and not _row_kernel_refusal(model, layer, KERNEL_TOKENS):
             kinds.append(layer)
-    if model.attention != "auto" or not kinds:
+    steps = steps_by_kernel(model)
+    if model.attention != "auto" or not (kinds or steps):
         return ""
     devices = set(model.role.mesh.devices.flat) & set(jax.local_devices())
     if not devices:  # the devices of a plan are not here
         return ""
-    from shoal.model.attention.trials import fault_on  # Pallas takes a second to import
+    # Pallas takes a second to import.
+    from shoal.model.attention.trials import fault_on, state_fault_on
 
     device = min(devices, key=lambda device: device.id)
     for layer in kinds:
@@ -131,6 +134,9 @@ def kernel_fault(model: Model) -> str:
         fault = fault_on(device, share, a.head_dim_of(layer), model.dtype.name)
         if fault:
             return fault
+    if steps and a.delta_net is not None:
+        sizes = a.delta_net
+        return state_fault_on(device, sizes.key_dim, sizes.value_dim, model.dtype.name)
     return ""
 
 
@@ -467,8 +473,17 @@ def decodes_by_kernel(model: Model, layer: Layer | None = None) -> bool:
     return not reason and model.attention in ("auto", "pallas")
 
 
-def by_pages(model: Model, layer: Layer | None = None) -> bool:
-    """True if a kind of layer, without one the model's first kind with attention, reads a slot's
-    own keys by pages, as the kernel for TPUs does: on a TPU, if `decodes_by_kernel`. ShoalError if
-    that raises it."""
+def by_pages(model: Model, layer: Layer) -> bool:
+    """True if a kind of layer reads a slot's own keys by pages, as the kernel for TPUs does: on a
+    TPU, if `decodes_by_kernel`. ShoalError if that raises it."""
     return model.role.platform == "tpu" and decodes_by_kernel(model, layer)
+
+
+def has_pages(model: Model) -> bool:
+    """True if any kind of layer reads its keys by pages, of which all slots then share a pool.
+    ShoalError if `decodes_by_kernel` raises it for a kind with attention."""
+    found = False
+    for layer in model.architecture.kinds:
+        if layer.mixer == "attention" and by_pages(model, layer):
+            found = True
+    return found

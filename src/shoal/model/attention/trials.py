@@ -18,6 +18,8 @@ from shoal.model.attention.decode_tpu import attend_pages
 from shoal.model.attention.gpu import attend_rows, block_lists, block_size
 from shoal.model.attention.reference import attend, attend_at_once
 from shoal.model.attention.rule import Tokens
+from shoal.model.delta_net import delta_step
+from shoal.model.recurrence import step_kernel
 from shoal.model.rotary import rotate
 
 MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
@@ -175,6 +177,34 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
                 names = "results in decoding", "keys in decoding", "values in decoding"
                 pairs += name_results(names, ours, exact)
         return pairs
+
+    return fault_of(trial, dtype)
+
+
+@lru_cache
+def state_fault_on(
+    device: Any, key_dim: int, value_dim: int, dtype: str, interpret: bool = False
+) -> str:
+    """Returns what is wrong on a device with the kernel of delta nets' decoding, for heads of these
+    sizes; "" if nothing is. Takes a second, once a process: compares a step of a few slots with
+    `delta_step`. `interpret` runs the kernel as plain JAX, on any device, for tests."""
+    platform = "tpu" if device.platform == "tpu" else "gpu"
+    draw = _make_draw(np.random.default_rng(0), dtype, device)
+    # 2 rows of 3 slots, with 2 key heads of 2 value heads each.
+    tokens = (
+        draw(2, 3, 2, key_dim),
+        draw(2, 3, 2, key_dim),
+        draw(2, 3, 4, value_dim),
+        -abs(draw(2, 3, 4).astype(jnp.float32)),
+        jax.nn.sigmoid(draw(2, 3, 4)),
+    )
+    state = draw(2, 3, 4, key_dim, value_dim).astype(jnp.float32)
+
+    def trial() -> Pairs:
+        by_kernel = partial(step_kernel(platform).step_by_kernel, interpret=interpret)
+        ours = jax.jit(by_kernel)(*tokens, state)
+        exact = jax.jit(partial(delta_step, platform=platform))(*tokens, state)
+        return name_results(("results of delta nets", "states"), ours, exact)
 
     return fault_of(trial, dtype)
 

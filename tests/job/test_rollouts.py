@@ -222,6 +222,27 @@ def test_a_function_of_ones_own_is_the_run_of_what_it_computes(tmp_path: Path, c
 
 
 @pytest.mark.slow
+def test_what_is_wrong_with_payments_and_advantages_ends_the_run(tmp_path: Path, capsys) -> None:
+    paid = PAYS.replace("self.asked / 100", "float('nan') if self.asked == 2 else 0.01")
+    workshop = TurnWorkshop(tmp_path, source=paid)
+    capsys.readouterr()
+    assert cli.main(workshop.words("nan", *BY_TURN)) == 2
+    assert "returned nan among the rewards of turns for" in capsys.readouterr().err
+    skipping = ("reward.on_error=skip", "reward.max_failed_share=1")
+    row = metrics(workshop.train("skips", *BY_TURN, "steps=1", *skipping))[0]
+    assert row["rewards/failed/Board"] > 0 and np.isfinite(row["loss"])
+    file = tmp_path / "advantages.py"
+    file.write_text(
+        "from itertools import count\n"
+        "calls = count()\n"
+        "def counts(rewards, **others): return rewards + next(calls)\n"
+    )
+    capsys.readouterr()
+    assert cli.main(workshop.words("counts", f"algorithm.advantage={file}:counts")) == 2
+    assert "advantage function 'counts' is not deterministic" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 def test_words_of_the_environment_are_learned(tmp_path: Path) -> None:
     """By their cross-entropy alone, whose mean falls; without it nothing is learned."""
     workshop = TurnWorkshop(tmp_path)

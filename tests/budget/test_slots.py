@@ -316,7 +316,7 @@ def test_the_memory_of_a_delta_net_is_that_of_the_compiled_update():
         numbers = jax.ShapeDtypeStruct((1, size), jnp.int32)
 
         def total(parameters: Any, tokens: jax.Array) -> jax.Array:
-            rows = PackedRows.of(model, tokens, tokens, tokens)
+            rows = PackedRows.of(model, tokens, tokens, tokens, tokens)
             hidden, _ = forward(model, parameters, tokens, tokens, rows)
             return hidden.sum()
 

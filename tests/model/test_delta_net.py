@@ -57,6 +57,18 @@ def packed(groups: list[tuple[int, list[int]]], size: int) -> tuple[np.ndarray, 
     return np.array([segment], np.int32), np.array([prompt], np.int32)
 
 
+def before_of(segment: np.ndarray, prompt: np.ndarray) -> jax.Array:
+    """`LearnerBatch.before` of one packed row."""
+    before = np.arange(segment.shape[1], dtype=np.int32)
+    last: dict[int, int] = {}  # index of the last token so far of each segment
+    for index, (own, of_prompt) in enumerate(zip(segment[0], prompt[0], strict=True)):
+        if own == 0:
+            continue
+        before[index] = last.get(own, last.get(of_prompt, index))
+        last[own] = index
+    return jnp.asarray(before[None])
+
+
 def recurrence(q, k, v, log_decay, beta, segment, prompt, numbers=np) -> np.ndarray:
     """The rule token by token, with the state after each token kept by segment; numbers: numpy, or
     jax.numpy for a gradient. Arrays are those of one row."""
@@ -340,7 +352,7 @@ def test_on_several_devices_each_steps_its_heads(platform, kernel, monkeypatch):
 
 def test_the_chain_goes_through_the_prompts_end():
     segment, prompt = packed([(2, [1, 4]), (1, [2])], 11)
-    before = chain_before(segment, prompt, 3)[0].tolist()
+    before = chain_before(before_of(segment, prompt), 3)[0].tolist()
     none = 11
     assert before == [
         [none, none, none],
@@ -362,7 +374,7 @@ def test_the_convolution_of_rows_equals_that_of_sequences():
     weight = jnp.asarray(rng.normal(size=(5, 4)), jnp.float32)
     segment, prompt = packed([(6, [3, 5])], 16)
     x = jnp.asarray(rng.normal(size=(1, 16, 5)), jnp.float32)
-    rows = convolve(x, weight, chain_before(segment, prompt, 3))
+    rows = convolve(x, weight, chain_before(before_of(segment, prompt), 3))
     zeros = jnp.zeros((1, 3, 5))
     of_prompt, tail = convolve_after(x[:, :8], zeros, weight, jnp.array([6]))
     np.testing.assert_array_equal(tail[0], x[0, 3:6])
@@ -380,7 +392,7 @@ def test_gradients_of_the_convolution_go_through_the_prompts_end():
     rng = np.random.default_rng(1)
     size = 24
     segment, prompt = packed([(2, [1, 4, 3]), (6, [5])], size)
-    before = chain_before(segment, prompt, 3)
+    before = chain_before(before_of(segment, prompt), 3)
     weight = rng.normal(size=(5, 4))
     x = rng.normal(size=(1, size, 5))
     factors = rng.normal(size=(1, size, 5))

@@ -246,7 +246,8 @@ def shoal_logits(a: Architecture, parameters: Parameters, tokens: np.ndarray) ->
     def run(parameters: Parameters, ids: jax.Array) -> jax.Array:
         positions = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
         segment = jnp.ones(ids.shape, jnp.int32)
-        rows = PackedRows.of(model, segment, segment, positions)
+        before = jnp.maximum(positions - 1, 0)
+        rows = PackedRows.of(model, segment, segment, positions, before)
         hidden, _ = forward(model, parameters, ids, positions, rows)
         return logits(model, parameters, hidden)[0]
 

@@ -87,7 +87,7 @@ def test_training_has_blocks_of_two_sizes_and_sampling_of_one():
         model = Model(MOE, role)
 
         def hidden(tokens: jax.Array) -> jax.Array:
-            rows = PackedRows.of(model, tokens * 0 + 1, tokens * 0, numbers)
+            rows = PackedRows.of(model, tokens * 0 + 1, tokens * 0, numbers, numbers)
             out, _ = forward(model, parameters, tokens, numbers, rows)
             return out
 

@@ -656,7 +656,8 @@ def _states(model: Model, params: Params, tokens: jax.Array, length: Any) -> jax
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     # Stored sequences may be longer than those that the settings allow now.
     model = replace(model, longest_sequence=tokens.shape[1])
-    rows = PackedRows.of(model, segment, segment, positions)
+    before = jnp.maximum(positions - 1, 0)
+    rows = PackedRows.of(model, segment, segment, positions, before)
     return forward(model, params, tokens, positions, rows)[0]
 
 

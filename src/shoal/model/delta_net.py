@@ -48,27 +48,18 @@ NORM_EPS = 1e-6
 # ---- the convolution
 
 
-def chain_before(segment: jax.Array, prompt: jax.Array, count: int) -> jax.Array:
+def chain_before(before: jax.Array, count: int) -> jax.Array:
     """Returns the index in its row of the first to `count`-th token before each token in its own
-    sequence, int32[R, T, count]; T where there is none. A completion's sequence begins with its
-    prompt. `segment` and `prompt` are [R, T], those of a `LearnerBatch`."""
-    size = segment.shape[1]
+    sequence, int32[R, T, count]; T where there is none. `before`[R, T] is that of a
+    `LearnerBatch`."""
+    size = before.shape[1]
     index = jnp.arange(size, dtype=jnp.int32)
-    before = jnp.pad(segment[:, :-1], ((0, 0), (1, 0)))
-    start = jax.lax.cummax(jnp.where(segment != before, index, 0), axis=1)
-    is_prompt = (segment == prompt) & (segment > 0)
-    # The latest prompt's last token, and its first.
-    prompt_last = jax.lax.cummax(jnp.where(is_prompt, index, -1), axis=1)
-    prompt_start = jnp.take_along_axis(start, jnp.maximum(prompt_last, 0), axis=1)
-    has_prompt = (segment != prompt) & (prompt_last >= 0)
-    steps = []
-    for step in range(1, count + 1):
-        own = index - step
-        # Steps that are left at the first token of a completion go on from its prompt's end.
-        of_prompt = prompt_last - (start - own - 1)
-        in_prompt = has_prompt & (of_prompt >= prompt_start)
-        found = jnp.where(own >= start, own, jnp.where(in_prompt, of_prompt, size))
-        steps.append(jnp.where(segment > 0, found, size))
+    one_before = jnp.where(before == index, size, before)  # T at a sequence's first token
+    found = one_before
+    steps = [found]
+    for _ in range(count - 1):
+        found = jnp.take_along_axis(one_before, found, axis=1, mode="fill", fill_value=size)
+        steps.append(found)
     return jnp.stack(steps, axis=-1)
 
 

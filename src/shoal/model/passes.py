@@ -39,16 +39,23 @@ class PackedRows:
     segment: jax.Array
     prompt: jax.Array
     reads: Any  # of `row_reads`
-    before: jax.Array | None  # of `chain_before`; None without delta nets
+    chain: jax.Array | None  # of `chain_before`; None without delta nets
 
     @classmethod
-    def of(cls, model: Model, segment: jax.Array, prompt: jax.Array, position: jax.Array) -> Self:
+    def of(
+        cls,
+        model: Model,
+        segment: jax.Array,
+        prompt: jax.Array,
+        position: jax.Array,
+        before: jax.Array,
+    ) -> Self:
         """Finds what the tokens of rows [R, T] read. The arrays are those of a `LearnerBatch`."""
         reads = row_reads(model, segment, prompt, position)
-        before = None
+        chain = None
         if model.architecture.delta_net:
-            before = chain_before(segment, prompt, model.architecture.delta_net.conv_size - 1)
-        return cls(model, segment, prompt, reads, before)
+            chain = chain_before(before, model.architecture.delta_net.conv_size - 1)
+        return cls(model, segment, prompt, reads, chain)
 
     def attention(self, layer: Layer) -> RowAttention:
         return row_attention(self.model, layer, self.segment.shape, self.reads)
@@ -59,7 +66,7 @@ class PackedRows:
             self.model.role,
             self.segment,
             self.prompt,
-            self.before,
+            self.chain,
         )
 
 

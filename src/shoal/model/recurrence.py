@@ -113,13 +113,13 @@ class RowRecurrence:
     role: Role
     segment: jax.Array  # [R, T]
     prompt: jax.Array  # [R, T]
-    before: Any  # [R, T, conv_size - 1]: see `chain_before`
+    chain: Any  # [R, T, conv_size - 1]: see `chain_before`
 
     def __call__(
         self, inputs: DeltaNetInputs, convolution: jax.Array, cache: None
     ) -> tuple[jax.Array, None]:
         mixed, log_decay, beta = inputs
-        convolved = convolve(mixed, convolution[:, 0], self.before)
+        convolved = convolve(mixed, convolution[:, 0], self.chain)
         q, k, v = _by_head(self.sizes, self.role, convolved)
         tokens = q, k, v, log_decay, beta
         return delta_rows(*tokens, self.segment, self.prompt, self.role.platform), cache

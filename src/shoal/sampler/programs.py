@@ -999,8 +999,9 @@ def _decode(
         empty = replace(empty, support_ids=support_ids)
     if choice.records_experts:
         a = model.architecture
-        assert a.experts is not None and a.route_shape is not None
-        empty = replace(empty, experts=jnp.zeros((*by_step, *a.route_shape), a.experts.route_type))
+        assert a.route_shape is not None
+        routes = jnp.zeros((*by_step, *a.route_shape), a.expert_sizes.route_type)
+        empty = replace(empty, experts=routes)
     # the longest prompt of a row that is still sampled: attention reads no block beyond it
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
     # Draw the noise of all tokens at once: a live slot's length grows by one at each token, and

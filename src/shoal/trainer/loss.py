@@ -82,7 +82,8 @@ def hidden_states(
     position = role.split_rows(batch.position)
     segment = role.split_rows(batch.segment)
     prompt = role.split_rows(batch.prompt)
-    rows = PackedRows.of(model, segment, prompt, position)
+    before = role.split_rows(batch.before)
+    rows = PackedRows.of(model, segment, prompt, position, before)
     experts = None
     if batch.experts is not None:
         experts = _given_experts(model, role.split_rows(batch.experts))

@@ -56,14 +56,14 @@ STACKINGS: dict[str, StackLayers] = {
 def stack(monkeypatch: pytest.MonkeyPatch, stacks: StackLayers) -> None:
     """Has the program stack layers like this."""
 
-    def runs(kinds: Sequence[Any]) -> list[tuple[range, ...]]:
+    def groups(kinds: Sequence[Any]) -> list[tuple[range, ...]]:
         found = []
         for numbers in stacks:
             stride = numbers[1] - numbers[0] if len(numbers) > 1 else 1
             found.append((range(numbers[0], numbers[-1] + 1, stride),))
         return found
 
-    monkeypatch.setattr(architecture, "repeating_runs", runs)
+    monkeypatch.setattr(architecture, "repeating_patterns", groups)
     forget_programs()
 
 
@@ -234,7 +234,7 @@ def test_a_checkpoint_of_an_earlier_version_does_not_name_its_stacks(
     tmp_path, monkeypatch, stacking
 ):
     """`golden/windows_checkpoint.zip` is `saved(folder, state_of(WINDOWS))` of the last version
-    that did not write them. Whoever changes `repeating_runs` leaves a copy for such checkpoints."""
+    that did not write them. Whoever changes `repeating_patterns` keeps this one for them."""
     golden = Path(__file__).parent / "golden" / "windows_checkpoint.zip"
     with zipfile.ZipFile(golden) as archive:
         archive.extractall(tmp_path)

@@ -300,20 +300,21 @@ class Architecture:
         return tuple(marked)
 
     @cached_property
-    def runs(self) -> tuple[tuple[Stack, ...], ...]:
-        """The layers in runs, each of which is scanned: a pattern of kinds that repeats. A run has
-        a stack for each place in its pattern, all with equally many layers. Each layer whose keys
-        others read is a run of its own: a scan would keep the keys of all layers of its stack.
+    def scan_groups(self) -> tuple[tuple[Stack, ...], ...]:
+        """The layers in groups, each of which is one scan: a pattern of kinds that repeats. A group
+        has a stack for each place in its pattern, all with equally many layers. Each layer whose
+        keys others read is a group of its own: a scan would keep the keys of all layers of its
+        stack.
         """
-        runs = []
-        for run in repeating_runs(self.marked_layers):
-            runs.append(tuple(Stack(self.layer(numbers.start), numbers) for numbers in run))
-        return tuple(runs)
+        groups = []
+        for group in repeating_patterns(self.marked_layers):
+            groups.append(tuple(Stack(self.layer(numbers.start), numbers) for numbers in group))
+        return tuple(groups)
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """The stacks of all runs, one after the other."""
-        return tuple(stack for run in self.runs for stack in run)
+        """The stacks of all scan groups, one after the other."""
+        return tuple(stack for group in self.scan_groups for stack in group)
 
     @property
     def stack_layers(self) -> StackLayers:
@@ -321,25 +322,25 @@ class Architecture:
         return tuple(tuple(stack.numbers) for stack in self.stacks)
 
     @property
-    def longest_run(self) -> tuple[Stack, ...]:
-        """The run with most layers, of several the first."""
+    def longest_scan_group(self) -> tuple[Stack, ...]:
+        """The scan group with most layers, of several the first."""
 
-        def num_layers(run: tuple[Stack, ...]) -> int:
-            return sum(len(stack.numbers) for stack in run)
+        def num_layers(group: tuple[Stack, ...]) -> int:
+            return sum(len(stack.numbers) for stack in group)
 
-        return max(self.runs, key=num_layers)
+        return max(self.scan_groups, key=num_layers)
 
     def shortened(self, num_layers: int) -> Architecture:
-        """Returns the architecture with fewer layers: the longest run repeats its pattern less
-        often, and its last repetitions stay; all other layers stay too. ValueError if that cannot
-        give `num_layers` layers."""
-        run = self.longest_run
-        repeats = len(run[0].numbers)
-        fewer, rest = divmod(self.num_layers - num_layers, len(run))
+        """Returns the architecture with fewer layers: the longest scan group repeats its pattern
+        less often, and its last repetitions stay; all other layers stay too. ValueError if that
+        cannot give `num_layers` layers."""
+        group = self.longest_scan_group
+        repeats = len(group[0].numbers)
+        fewer, rest = divmod(self.num_layers - num_layers, len(group))
         if rest or not 0 <= fewer < repeats:
             raise ValueError(f"no whole patterns make {num_layers} of {self.num_layers} layers")
-        first = run[0].numbers.start
-        left_out = range(first, first + fewer * len(run))
+        first = group[0].numbers.start
+        left_out = range(first, first + fewer * len(group))
         kept = [number for number in range(self.num_layers) if number not in left_out]
         kinds = []
         for number in kept:
@@ -358,34 +359,34 @@ class Architecture:
         return replace(self, adapter=None)
 
 
-def repeating_runs(kinds: Sequence[Any]) -> list[tuple[range, ...]]:
-    """Groups layers, given by their kinds, into runs in which a pattern of kinds repeats. Returns
-    for each run the numbers of the layers at each place of its pattern.
+def repeating_patterns(kinds: Sequence[Any]) -> list[tuple[range, ...]]:
+    """Groups layers, given by their kinds, so that in each group a pattern of kinds repeats.
+    Returns for each group the numbers of the layers at each place of its pattern.
 
     Found from the first layer on: the pattern whose repetitions have most layers; of several, the
-    shortest. Layers that repeat nothing are a run of their own.
+    shortest. Layers that repeat nothing are a group of their own.
 
     >>> local, whole = Layer(window=4), Layer()
-    >>> repeating_runs([local, whole, local, whole, whole])
+    >>> repeating_patterns([local, whole, local, whole, whole])
     [(range(0, 4, 2), range(1, 4, 2)), (range(4, 5),)]
     """
-    runs = []
+    groups = []
     start = 0
     while start < len(kinds):
-        length, repeats = _longest_run(kinds[start:])
+        length, repeats = _longest_pattern(kinds[start:])
         stop = start + length * repeats
-        runs.append(tuple(range(place, stop, length) for place in range(start, start + length)))
+        groups.append(tuple(range(place, stop, length) for place in range(start, start + length)))
         start = stop
-    return runs
+    return groups
 
 
-def _longest_run(kinds: Sequence[Any]) -> tuple[int, int]:
+def _longest_pattern(kinds: Sequence[Any]) -> tuple[int, int]:
     """Returns (length of a pattern, how often it repeats) at the beginning of some layers:
     the pattern of at least two repetitions that covers most layers, of several the shortest; (1, 1)
     if nothing repeats.
 
     >>> local, whole = Layer(window=4), Layer()
-    >>> _longest_run([local, local, whole, local, local, whole, local])
+    >>> _longest_pattern([local, local, whole, local, local, whole, local])
     (3, 2)
     """
     best = (1, 1)

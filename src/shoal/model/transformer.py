@@ -228,25 +228,25 @@ def _scanned(
     inputs: LayerInputs,
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
     """Passes x through stacked layers, and returns (x, the aux of each layer). Each of the
-    architecture's runs is a scan over its pattern: the pattern's layers are compiled once, and a
-    layer's backward pass computes again what `model.remat` says."""
+    architecture's scan groups is a scan over its pattern: the pattern's layers are compiled once,
+    and a layer's backward pass computes again what `model.remat` says."""
     a = model.architecture
     stacks = stacked_blocks(blocks)
     specs = stacked_blocks(param_specs(a).blocks)
     by_number: dict[int, LayerAux] = {}
     keys: dict[int, SharedKeys | None] = {}  # those that other layers read, by number
-    first = 0  # number of the run's first stack
-    for run in a.runs:
-        of_run = slice(first, first + len(run))
-        step = partial(_pattern_step, model, compute, run, specs[of_run], keys)
-        of_stacks = tuple(_of_layers(inputs, stack.numbers) for stack in run)
-        x, aux = jax.lax.scan(step, x, (stacks[of_run], of_stacks))
-        for stack, of_stack in zip(run, aux, strict=True):
+    first = 0  # number of the group's first stack
+    for group in a.scan_groups:
+        of_group = slice(first, first + len(group))
+        step = partial(_pattern_step, model, compute, group, specs[of_group], keys)
+        of_stacks = tuple(_of_layers(inputs, stack.numbers) for stack in group)
+        x, aux = jax.lax.scan(step, x, (stacks[of_group], of_stacks))
+        for stack, of_stack in zip(group, aux, strict=True):
             of_layers = unstacked(of_stack, len(stack.numbers))
             by_number |= zip(stack.numbers, of_layers, strict=True)
             for number in a.read_layers.intersection(stack.numbers):
                 keys[number] = by_number[number].keys
-        first += len(run)
+        first += len(group)
     return x, in_order(by_number)
 
 
@@ -262,15 +262,15 @@ def _of_layers(inputs: LayerInputs, numbers: range) -> LayerInputs:
 def _pattern_step(
     model: Model,
     compute: ComputeLayer,
-    run: Sequence[Stack],
+    group: Sequence[Stack],
     specs: Sequence[Block],
     keys: Mapping[int, SharedKeys | None],
     x: jax.Array,
     of_step: tuple[Sequence[Block], Sequence[LayerInputs]],
 ) -> tuple[jax.Array, tuple[LayerAux, ...]]:
-    """Passes x through one layer of each stack of a run: the step of a scan. `specs` are those of
-    the stacks; `keys` are what earlier layers left whose keys others read; `of_step` are the
-    layers' weights and inputs."""
+    """Passes x through one layer of each stack of a scan group: the step of a scan. `specs` are
+    those of the stacks; `keys` are what earlier layers left whose keys others read; `of_step` are
+    the layers' weights and inputs."""
 
     def cast(weight: jax.Array, spec: Any) -> Any:
         """Returns a product's kernel in the form that a layer reads (`cast_weight`); any other
@@ -283,7 +283,7 @@ def _pattern_step(
 
     aux = []
     read_layers = model.architecture.read_layers
-    for stack, of_stack, weights, inputs in zip(run, specs, *of_step, strict=True):
+    for stack, of_stack, weights, inputs in zip(group, specs, *of_step, strict=True):
         read_keys = None if stack.layer.keys_of is None else keys[stack.layer.keys_of]
 
         @REMAT[model.remat]

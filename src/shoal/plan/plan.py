@@ -39,9 +39,9 @@ Done = Callable[[Call, Any], None]
 """A function that gets a call and what it returned, as soon as that is there."""
 
 SHALLOW = 2
-"""The least number of layers, of the run with most of them, with which a deep model's decoding is
-compiled (`shallow_layers`). It is unrolled over layers, and each further one costs as much as the
-one of its kind before."""
+"""The least number of layers, of the scan group with most of them, with which a deep model's
+decoding is compiled (`shallow_layers`). It is unrolled over layers, and each further one costs as
+much as the one of its kind before."""
 
 DEEP = 8
 """A model with more layers counts as deep."""
@@ -165,9 +165,9 @@ def _compile(
 
 def shallow_layers(a: Architecture) -> tuple[int, int]:
     """Returns the two numbers of layers with which a deep model's programs are compiled, instead of
-    all: whole patterns of the run with most layers, and all other layers."""
-    pattern = len(a.longest_run)
-    others = a.num_layers - pattern * len(a.longest_run[0].numbers)
+    all: whole patterns of the scan group with most layers, and all other layers."""
+    pattern = len(a.longest_scan_group)
+    others = a.num_layers - pattern * len(a.longest_scan_group[0].numbers)
     few = pattern * -(-SHALLOW // pattern)  # rounded up to whole patterns
     return others + few, others + 2 * few
 

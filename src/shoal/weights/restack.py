@@ -1,6 +1,6 @@
 """Layers in other stacks than those of a checkpoint.
 
-A program stacks layers as `Architecture.runs` says, and a checkpoint keeps the stacks of the
+A program stacks layers as `Architecture.scan_groups` says, and a checkpoint keeps the stacks of the
 program that saved it. Here its arrays are put into the stacks of the program that reads it:
 
     saved                              wanted
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.mesh import PINNED_HOST, dispatching
-from shoal.model.architecture import Architecture, StackLayers, repeating_runs
+from shoal.model.architecture import Architecture, StackLayers, repeating_patterns
 from shoal.model.layers import Join, restacked
 from shoal.model.parameters import Block, Parameters, Stacks
 from shoal.weights.tensor_files import LazyArray
@@ -34,10 +34,10 @@ def saved_stacks(entry: Any, a: Architecture) -> StackLayers:
     if entry:
         return tuple(tuple(numbers) for numbers in entry)
     # Checkpoints of earlier versions do not have it. Their stacks are these, whatever
-    # `Architecture.runs` may be today.
+    # `Architecture.scan_groups` may be today.
     stacks = []
-    for run in repeating_runs(a.marked_layers):
-        stacks.extend(tuple(numbers) for numbers in run)
+    for group in repeating_patterns(a.marked_layers):
+        stacks.extend(tuple(numbers) for numbers in group)
     return tuple(stacks)
 
 

@@ -73,7 +73,7 @@ def test_a_promise_has_a_fast_witness_and_a_full_proof(row: list[str]):
 
 
 def test_each_point_of_what_you_get_has_its_promises():
-    section = README.partition("## What you get")[2].partition("```")[0]
+    section = README.partition("## What you get")[2].partition(" ## ")[0]
     points = section.split(" * ")[1:]
     assert len(points) == 6
     for point in points:

@@ -331,7 +331,7 @@ def test_where_layers_are_apart_a_prefill_is_a_call_for_each(model, planned, mon
         > found["enter"].runs
         == found["embed"].runs
     )
-    assert found["prefill"].kwargs["caches"] == (one,) and len(others) == SMALL.num_layers - 1
+    assert found["prefill"].kwargs["cache"] == one and len(others) == SMALL.num_layers - 1
     whole = traced_costs(
         job,
         found["prefill"],

@@ -9,6 +9,7 @@ import pytest
 from shoal.compat.front import translate
 from shoal.config.arguments import NO_VALUE, Layer, Setting
 from shoal.config.merge import Merged, compose
+from shoal.config.sections.model import TeacherSection
 from shoal.config.train import Config
 from shoal.records import ShoalError
 
@@ -46,6 +47,21 @@ def test_only_the_highest_use_of_a_flag_is_replaced():
         ("num_generations", "batch.group_size", "4"),
         ("beta", "algorithm.kl_coef", "0.1"),
     ]
+
+
+def test_beside_a_teacher_trls_beta_is_the_divergence():
+    """Of DistillationConfig, whose default is 1, or of GKDConfig, where it is 0.5."""
+    for given, beta in (([], 1.0), (["beta=0.3"], 0.3), (["lmbda=1.0"], 0.5)):
+        config, _ = compose("train", ["teacher_model_name_or_path=big", *given])
+        assert config.teacher == TeacherSection("big", divergence="full", beta=beta)
+        assert config.algorithm.advantage == "none" and config.algorithm.kl_coef == 0
+    for words, error in (
+        (["lmbda=1"], "lmbda=1: expected teacher_model_name_or_path too"),
+        (["teacher_model_name_or_path=big", "lmbda=0.5"], "lmbda=0.5: expected 1"),
+        (["teacher_model_name_or_path=big", "seq_kd=true"], "seq_kd=true: expected false"),
+    ):
+        with pytest.raises(ShoalError, match=error):
+            compose("train", words)
 
 
 def test_a_rules_words_stand_at_their_flags_and_have_the_values_of_what_lies_beneath():

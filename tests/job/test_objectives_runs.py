@@ -213,6 +213,19 @@ def test_a_teachers_distributions_are_learnt_from_and_a_resumed_run_is_the_same(
 
 
 @pytest.mark.slow
+def test_a_step_with_a_teachers_distributions_is_tried_and_learnt_again(workshop, capsys):
+    teacher = write_model_with_tokenizer(workshop.folder / "teacher", "qwen3", "chatml", seed=5)
+    words = (f"teacher.path={teacher}", "teacher.divergence=full", "algorithm.num_minibatches=2")
+    doctor = ["doctor", *workshop.words("tried", *words)[1:]]
+    assert cli.main(doctor) == 0, capsys.readouterr().out
+    run = workshop.train("told-again", *words, "checkpoint.every=0", "steps=3")
+    capsys.readouterr()
+    assert cli.main(["replay", str(run), "step=3", "group=1", "json=true"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["identical"] is True and told["weights"]["updates_retrained"] == 4
+
+
+@pytest.mark.slow
 def test_the_model_as_its_own_teacher_teaches_nothing(workshop):
     run = workshop.train(
         "own-teacher",

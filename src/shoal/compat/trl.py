@@ -103,6 +103,39 @@ def read_dtype(given: FlagTexts) -> KeyValues:
     return {"model.dtype": "float32"}
 
 
+def read_divergence(given: FlagTexts) -> KeyValues:
+    """Converts beta, which is one thing in GRPOConfig and another in DistillationConfig and
+    GKDConfig. Without teacher_model_name_or_path it is algorithm.kl_coef. With it, it is
+    teacher.beta (by default 1; 0.5 if a flag of GKDConfig is given), and the teacher is the only
+    signal: the keys teacher.path, teacher.divergence and algorithm.advantage. ShoalError for a
+    flag of GKDConfig without a teacher, or one that asks for other samples than the policy's."""
+    of_gkd = [name for name in ("lmbda", "seq_kd") if name in given]
+    teacher = given.get("teacher_model_name_or_path", "")
+    if not teacher:
+        if of_gkd:
+            name = of_gkd[0]
+            raise ShoalError(
+                f"{name}={given[name]}: expected teacher_model_name_or_path too, the teacher"
+            )
+        return {"algorithm.kl_coef": given["beta"]} if "beta" in given else {}
+    if to_bool("seq_kd", given.get("seq_kd", "false")):
+        raise ShoalError(
+            "seq_kd=true: expected false, samples are the policy's; answers of the teacher are "
+            "learned as data, by shoal sft"
+        )
+    if "lmbda" in given and given["lmbda"] not in ("1", "1.0"):
+        raise ShoalError(
+            f"lmbda={given['lmbda']}: expected 1, all samples are the policy's; given answers are "
+            "learned by shoal sft with teacher.path and teacher.divergence=full"
+        )
+    return {
+        "teacher.path": teacher,
+        "teacher.divergence": "full",
+        "teacher.beta": given.get("beta", "0.5" if of_gkd else "1.0"),
+        "algorithm.advantage": "none",
+    }
+
+
 _HEAD = "vllm_importance_sampling_"
 
 
@@ -269,7 +302,6 @@ FLAGS: list[Flag] = [
         num_generations="batch.group_size",
         num_iterations="algorithm.num_epochs",
         model_name_or_path="model.path",
-        beta="algorithm.kl_coef",
         max_completion_length="sampling.max_completion_tokens",
         max_prompt_length="sampling.max_prompt_tokens",
         temperature="sampling.temperature",
@@ -322,6 +354,16 @@ FLAGS: list[Flag] = [
     ),
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
+    *grouped(
+        read_divergence,
+        "algorithm.kl_coef teacher.path teacher.divergence teacher.beta algorithm.advantage",
+        "beta is GRPOConfig's algorithm.kl_coef; with a teacher (DistillationConfig, GKDConfig) it "
+        "is teacher.beta, with teacher.divergence=full and algorithm.advantage=none",
+        "beta",
+        "teacher_model_name_or_path",
+        "lmbda",
+        "seq_kd",
+    ),
     *grouped(
         read_clip,
         "algorithm.clip_low algorithm.clip_high",

@@ -247,7 +247,9 @@ def batch_top(
     project = head_projection(model, output_head(parameters))
     rows, length, _ = states.shape
     rows_per_device = -(-rows // role.row_shards)
-    budget = CHUNK_ELEMENTS[role.platform]
+    # `top_k` sorts copies of the logits with their ids. No gradient of the head is summed here, so
+    # small chunks cost little.
+    budget = CHUNK_ELEMENTS[role.platform] // 8
     chunk = chunk_size(rows_per_device, length, model.architecture.vocab_size, budget)
 
     def of_chunk(states: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -44,10 +44,12 @@ def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) 
     """Returns how similar a name is to `key`, from 0 to 1: the similarity of the whole names; or,
     if it is larger, nine tenths of the similarity of their last dotted parts (`lr` in
     `optimizer.lr`) plus one tenth of that of the whole names. A name whose last part begins with
-    that of `key` (more than 3 letters) counts there as BEGINNING. `like` is the function that
-    compares two texts."""
+    that of `key` (more than 3 letters) counts there as BEGINNING. 1 if `key` is the name's last
+    part, whatever stands before it. `like` is the function that compares two texts."""
     key_part = key.rpartition(".")[2]
     name_part = name.rpartition(".")[2]
+    if key == name_part:
+        return 1.0
     is_beginning = len(key_part) > 3 and name_part.startswith(key_part) and name_part != key_part
     part = BEGINNING if is_beginning else like(key_part, name_part)
     whole = like(key, name)

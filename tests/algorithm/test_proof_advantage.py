@@ -12,7 +12,8 @@ import pytest
 from shoal.config.choices import ADVANTAGES
 from shoal.config.sections.algorithm import AlgorithmSection
 
-NAMES = sorted(ADVANTAGES)
+NAMES = sorted(name for name, row in ADVANTAGES.items() if row.function)
+"""Without `gae`, which is of time steps: test_gae.py."""
 WITHIN = ("grpo", "dr_grpo", "rloo", "maxrl")
 """Forms in which nothing but the group has a part."""
 WHITENED = ("reinforce++", "reinforce++-baseline", "gdpo")

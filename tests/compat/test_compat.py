@@ -333,7 +333,6 @@ def test_gigpo_of_verl_agent_is_credit_by_state(words, advantage, discount):
         ([GIGPO, "algorithm.gigpo.enable_similarity=true"], "states are equal or not"),
         (["algorithm.adv_estimator=grpo", "algorithm.gamma=0.9"], r"discount=0\.9: expected 1, or"),
         ([GIGPO, "algorithm.gamma=1.5"], r"discount=1\.5: expected a number in \[0, 1\]"),
-        ([GIGPO, "algorithm.lam=0.9"], "it is gae's"),
     ],
 )
 def test_what_is_not_gigpos_is_one_error(words, message):

@@ -83,13 +83,6 @@ def test_a_dry_run_of_each_line_says_what_is_written(name, dry_runs):
     ("name", "parts"),
     [
         ("torchrl-openenv", ("grpo_openenv: no preset or YAML file has this name",)),
-        (
-            "verl-ppo",
-            (
-                "adv_estimator=gae: expected one of grpo, rloo",
-                "gae, verl's default, needs a critic",
-            ),
-        ),
         ("verl-lora", ("data.prompt_key=messages", "data.shuffle=False")),
     ],
 )

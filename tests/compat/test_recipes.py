@@ -380,6 +380,18 @@ PAPERS: dict[str, dict[str, Any]] = {
         "kl": "k1",
         "kl_placement": "reward",
     },
+    # PPO, section 6.1: clip 0.2, lambda 0.95. There 32 mini-batches of 64 of 2,048 steps; 4 as
+    # TRL and verl usually have.
+    "ppo": {
+        "advantage": "gae",
+        "lam": 0.95,
+        "whiten": True,
+        "loss": "grpo",
+        **PPO,
+        "aggregation": "token-mean",
+        "kl_coef": 0.0,
+        "num_minibatches": 4,
+    },
     "reinforce++-baseline": {
         "advantage": "reinforce++-baseline",
         "loss": "grpo",

@@ -435,12 +435,7 @@ def test_require_given():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_preset_composes_and_matters(command):
     for name in {*presets_of(command)} - ({"base"} if command == "convert" else set()):
-        # its default needs a critic, and is refused
-        if name == "verl":
-            own = ["algorithm.adv_estimator=grpo"]
-        else:
-            own = []
-        assert difference(command, "--config-name", name, *own)
+        assert difference(command, "--config-name", name)
 
 
 def test_presets_belong_to_commands():
@@ -993,6 +988,8 @@ FIXED_MEANING = {
     "algorithm.kl_sampler_coef",
     "algorithm.entropy_coef",
     "algorithm.context_coef",
+    "algorithm.lam_alpha",
+    "critic.warmup_steps",
     "optimizer.weight_decay",
     "batch.prompts_per_device",
     "checkpoint.keep_best",

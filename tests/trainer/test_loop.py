@@ -83,10 +83,8 @@ class Diary:
         self.watch = SimpleNamespace(first_skipped_step=None)
         self.folder = Path("checkpoints")
 
-        def init(parameters):
-            return state_of(0)
-
-        self.learner = SimpleNamespace(init=init)
+    def first_state(self, parameters, critic_parameters):
+        return state_of(0)
 
     def request(self, requests) -> None:
         [step] = {request.step for request in requests}

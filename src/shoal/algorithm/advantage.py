@@ -20,6 +20,11 @@ With `algorithm.credit` it is turns that have advantages, [P, G, K] for at most 
 
     rewards of turns -> returns_to_go -> by_turn     among the completions that have a turn k
                                          by_state    among the turns that began in one state
+
+A critic gives each time step of a completion (a token, or with credit by turn a turn) a value. Then
+time steps have advantages, [N, K] for N completions of at most K steps:
+
+    rewards and values of steps -> gae -> whitened
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ Lengths = Int[np.ndarray, "P G"]
 TurnRewards = Float[np.ndarray, "P G K"]
 Turns = Bool[np.ndarray, "P G K"]
 States = Int[np.ndarray, "P G K"]
+Steps = Float[np.ndarray, "N K"]
 
 
 def nonzero_std(rewards: Rewards, valid: Valid) -> Bool[np.ndarray, "P"]:
@@ -290,6 +296,54 @@ def by_state(
             of_states[group][members] = of_state[0]
     of_completions = estimator(rewards, valid, **settings)
     return np.where(turns, of_completions[:, :, None] + of_states, 0.0)
+
+
+def gae(
+    rewards: Steps, values: Steps, discount: float, lam: float | Float[np.ndarray, "N"]
+) -> Steps:
+    """Returns the generalised advantage estimate of each time step: with the value V of a step,
+    that of the next V' (0 after the last) and `discount` d,
+
+        delta = r + d V' - V        advantage = sum over this and the later steps, of which the n-th
+                                    next counts (d lam)^n, of delta
+
+    Schulman et al. 2016, arXiv 1506.02438, eq. 16. With `lam` 1 it is the return from the step on,
+    minus V; with 0 it is delta. What lies behind a completion's last step must be 0 in both arrays,
+    and has advantage 0. Advantage + V is what a critic learns to say of the step.
+    """
+    advantages = np.zeros(rewards.shape)
+    next_value = np.zeros(len(rewards))
+    next_advantage = np.zeros(len(rewards))
+    for step in reversed(range(rewards.shape[1])):
+        delta = rewards[:, step] + discount * next_value - values[:, step]
+        next_advantage = delta + discount * lam * next_advantage
+        next_value = values[:, step]
+        advantages[:, step] = next_advantage
+    return advantages
+
+
+def length_adaptive_lambda(num_steps: Int[np.ndarray, "N"], alpha: float) -> Float[np.ndarray, "N"]:
+    """Returns 1 - 1 / (alpha l) for completions of l time steps, 0 where that is below 0: the
+    weights of later deltas sum up to about alpha l, so that the estimate of a long completion
+    reaches as far, relative to its length, as that of a short one. VAPO, arXiv 2504.05118, section
+    4.2."""
+    return np.maximum(0.0, 1 - 1 / (alpha * np.maximum(num_steps, 1)))
+
+
+def whitened(
+    advantages: Steps,
+    lengths: Int[np.ndarray, "N K"],
+    *,
+    std_ddof: int = 1,
+    std_eps: float = 0.0,
+    std_eps_mode: str = "add",
+    **unread: object,
+) -> Steps:
+    """Returns (A - mean) / (std + std_eps), over all time steps of the training step, each of which
+    counts `lengths` times, as many tokens as it has; 0 where that is 0. Exactly 0 if all are the
+    same. This is no policy gradient, since mean and deviation depend on the samples."""
+    present = lengths > 0
+    return _whitened(advantages, present, lengths, std_ddof, std_eps, std_eps_mode)
 
 
 def _centred(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:

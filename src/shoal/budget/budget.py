@@ -499,7 +499,8 @@ class Budget:
 
 def step_of(program: str) -> str:
     """Returns the step of sampling or training that a program computes, such as "prefill": the
-    program's name without the number of a kind of layers, which "prefill 1" has."""
+    program's name without the number of a kind of layers, which "prefill 1" has, or without the
+    model, as "apply critic" has it."""
     return program.partition(" ")[0]
 
 

@@ -1,6 +1,6 @@
 """Computes the bytes that a job holds on its devices; all knowledge about bytes is in this module.
 
-weight_budget     parameters, moments, gradient, the sampler's copy, reference, teacher
+weight_budget     parameters, moments, gradient, a critic, the sampler's copy, reference, teacher
 cache_items       the sampler's caches
 ..._bytes         what programs are estimated to need besides
 available_memory  what a device has
@@ -79,8 +79,8 @@ def role_placements(roles: Roles) -> dict[str, RolePlacement]:
 
 def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
     """Returns what the trainer holds: float32 masters of the weights, Adam's moments, the frozen
-    base of an adapter, and the gradient. Bytes are those of one device. `dtype`: the type of the
-    computation."""
+    base of an adapter, the same of a critic, and the gradient. Bytes are those of one device.
+    `dtype`: the type of the computation."""
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
     size = bytes_per_device(masters)
@@ -97,6 +97,22 @@ def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
     ]
     if frozen:
         items.append(Item("frozen parameters", "trainer", "always", bytes_per_device(frozen)))
+    if config.algorithm.has_critic:
+        critic = replace(a, value_head=True)
+        size_of_critic = bytes_per_device(
+            param_shapes(trained_specs(critic), roles.trainer, jnp.float32)
+        )
+        moments = moments * size_of_critic // size
+        items.append(Item("critic", "trainer", "always", size_of_critic))
+        items.append(Item("critic's moments", "trainer", "always", moments, on_host=offloads))
+        if frozen and config.critic.path:
+            # Without a model of its own the critic has the policy's frozen arrays.
+            own = param_shapes(frozen_specs(critic), roles.trainer, dtype)
+            items.append(
+                Item("critic's frozen parameters", "trainer", "always", bytes_per_device(own))
+            )
+        # One gradient at a time: the policy's is gone when the critic's begins.
+        size = max(size, size_of_critic)
     items.append(Item("gradient", "trainer", "update", size))
     return items
 
@@ -144,8 +160,8 @@ def reference_items(
             head = param_shapes(head_alone(param_specs(teacher)), roles.trainer, dtype)
             items.append(Item("the teacher's head", "trainer", "always", bytes_per_device(head)))
     for path, judge in reward_architectures(config.reward).items():
-        # counted without the head over the vocabulary, which a reward model does not have
-        size = weight_bytes(replace(judge, tie_embeddings=True), roles.reference, dtype)
+        # A reward model has no head over the vocabulary.
+        size = weight_bytes(replace(judge, value_head=True), roles.reference, dtype)
         items.append(Item(f"reward model {path}", "reference", "always", size))
     return items
 

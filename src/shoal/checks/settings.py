@@ -24,6 +24,7 @@ from shoal.config.derived import max_support, num_updates, oldest_samples, step_
 from shoal.config.key import get_value, keys_of, shown
 from shoal.config.merge import packaged_values
 from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.critic import CriticSection
 from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
@@ -54,6 +55,7 @@ _PATHS = (
     "model.path",
     "model.tokenizer",
     "teacher.path",
+    "critic.path",
     "task.path",
     "publish.folder",
 )
@@ -111,6 +113,8 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
         check_model(config.model)
     if "teacher.path" in known and config.teacher.path:
         check_model(ModelSection(path=config.teacher.path), key="teacher.path")
+    if "critic.path" in known and config.critic.path:
+        check_model(ModelSection(path=config.critic.path), key="critic.path")
     if "task.name" in known:
         check_task(config.task)
 
@@ -318,7 +322,35 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
     for holds, key, text in rows:
         if holds:
             yield key, text
+    yield from critic_warnings(config)
     yield from unread_algorithm_keys(config)
+
+
+def critic_warnings(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields (key, warning) for settings of the critic that have no effect."""
+    defaults = CriticSection()
+    preset = packaged_values(config)
+    c = config.critic
+    for name, value in vars(c).items():
+        is_changed = value not in (getattr(defaults, name), preset.get(f"critic.{name}"))
+        if is_changed and not config.algorithm.has_critic:
+            yield (
+                f"critic.{name}",
+                f"critic.{name}={shown(value)} has no effect: there is a critic with "
+                "algorithm.advantage=gae alone",
+            )
+    if c.warmup_until < 1 and not c.warmup_steps and config.algorithm.has_critic:
+        yield (
+            "critic.warmup_until",
+            f"critic.warmup_until={exact(c.warmup_until)} has no effect without "
+            "critic.warmup_steps, the most steps that the warm-up lasts",
+        )
+    if c.warmup_steps >= config.steps > 0 and config.algorithm.has_critic:
+        yield (
+            "critic.warmup_steps",
+            f"critic.warmup_steps={c.warmup_steps}: the policy is not updated in a run of "
+            f"{count(config.steps, 'step')}; lower it",
+        )
 
 
 def unread_algorithm_keys(config: Config) -> Iterator[tuple[str, str]]:

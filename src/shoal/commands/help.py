@@ -55,6 +55,7 @@ TOPICS: Mapping[str, str] = {
     "algorithm": "from rewards to a loss",
     "teacher": "a second model for on-policy distillation",
     "optimizer": "AdamW and its learning rate",
+    "critic": "a second model that learns what a rollout will earn",
     "batch": "sizes of a step, a group and a micro-batch",
     "train": "evaluation, staleness and curriculum",
     "mesh": "how devices share the work",

@@ -41,6 +41,11 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
                 "the run subtracted a divergence from its rewards (algorithm.kl_placement=reward): "
                 "stored advantages contain it, new ones do not"
             )
+        if algorithm.has_critic:
+            console.note(
+                "the run's advantages came from a critic, whose values are not stored: new "
+                "advantages are 0, and only rewards are compared"
+            )
         if run.config.turns:
             console.note(
                 "environments are not stored, nor are fields of rollout functions: functions get "

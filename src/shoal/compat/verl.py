@@ -172,11 +172,35 @@ FLAGS: list[Flag] = [
         "counts only with use_kl_in_reward=true; kl, k1: k1 without clamps",
         "algorithm.kl_penalty",
     ),
-    *_grouped(
+    *flags.grouped(
         verl_readers.read_estimator,
-        "advantage whiten_over credit",
-        "of groups; there is no critic, so no gae",
+        "algorithm.advantage algorithm.whiten_over algorithm.credit batch.group_size critic.lr",
+        "of groups; gae, by a critic, has one completion of each prompt and critic.lr=1e-5 if "
+        "nothing says more",
         "algorithm.adv_estimator",
+    ),
+    *flags.grouped(
+        verl_readers.read_estimator,
+        "algorithm.advantage",
+        "an error if it is switched on without gae",
+        "critic.enable",
+        is_switch=True,
+    ),
+    *flags.grouped(
+        verl_readers.read_estimator, "critic.path", "counts with gae", "critic.model.path"
+    ),
+    *flags.grouped(verl_readers.read_estimator, "critic.lr", "counts with gae", "critic.optim.lr"),
+    *flags.grouped(
+        verl_readers.read_estimator,
+        "critic.value_clip",
+        "counts with gae",
+        "critic.cliprange_value",
+    ),
+    *flags.grouped(
+        verl_readers.read_estimator,
+        "critic.warmup_steps",
+        "with gae; else it must be 0",
+        _T + "critic_warmup",
     ),
     *_grouped(
         verl_readers.read_estimator,
@@ -447,7 +471,6 @@ FLAGS: list[Flag] = [
         names="async_training.use_dynamic_resource_scheduling",
     ),
     *only("prompts are asked for one by one", "1", names="data.gen_batch_size"),
-    *refused("it is gae's", "algorithm.lam", accepts=("1.0", "1")),
     *only(
         "turns of equal states count as much as completions",
         "1.0",
@@ -533,8 +556,6 @@ FLAGS: list[Flag] = [
         "reward_model.sandbox_fusion.url",
         "reward.sandbox_fusion.url",
     ),
-    *refused("there is no critic", "critic.enable"),
-    *refused("the policy is updated from the first step", _T + "critic_warmup"),
     *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
     *idle(
@@ -665,7 +686,17 @@ FLAGS: list[Flag] = [
     ),
     *idle("actor_rollout_ref.rollout.n is the size of a group", "rollout.n"),
     *idle("it counts with a setting that is refused", "async_training.dynamic_schedule_*"),
-    *idle("there is no critic", "critic.*", "critic"),
+    *idle(
+        "algorithm.adv_estimator=gae alone has a critic, whose epochs, mini-batches and optimizer "
+        "but for the learning rate are the policy's",
+        *_under(
+            "critic.",
+            """
+        strategy rollout_n ppo_* forward_* use_dynamic_bsz shuffle data_loader_seed
+        loss_agg_mode loss_scale_factor grad_clip ulysses_sequence_parallel_size nccl_timeout
+        optim.* model.* checkpoint.* profiler.* fsdp.* engine.* megatron.*""",
+        ),
+    ),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
     *derived(
         rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, _R + "tensor_model_parallel_size"

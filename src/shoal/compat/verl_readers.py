@@ -153,24 +153,48 @@ _ESTIMATORS = {
 _GIGPO_MODES = {"mean_norm": "dr_grpo", "mean_std_norm": "grpo"}
 
 
+_OF_CRITIC = {
+    "critic.model.path": "critic.path",
+    "critic.optim.lr": "critic.lr",
+    "critic.cliprange_value": "critic.value_clip",
+    "trainer.critic_warmup": "critic.warmup_steps",
+}
+"""Flag of verl -> the key that gets its value, with the estimator gae."""
+
+
 def read_estimator(given: FlagTexts) -> KeyValues:
-    """Converts the advantage estimator to algorithm.advantage and whiten_over. There is no critic,
-    so gae is a ShoalError. Whether advantages are divided by the deviation matters only for grpo
-    (without it dr_grpo); the others but rloo whiten over tokens. Division by the deviation is the
-    default: given alone, it sets grpo only if nothing else sets an estimator. gigpo, of verl-agent,
-    also sets algorithm.credit, and divides if algorithm.gigpo.mode, which only it reads, says so
-    (by default not)."""
+    """Converts the advantage estimator to algorithm.advantage and whiten_over, with gae also the
+    flags of the critic, and one completion of each prompt if nothing else says how many; without it
+    these count nothing, as in verl, but must not leave the policy as it is at first (ShoalError).
+    Whether advantages are divided by the deviation matters only for grpo (without it dr_grpo); the
+    others but rloo whiten over tokens. Division by the deviation is the default: given alone, it
+    sets grpo only if nothing else sets an estimator. gigpo, of verl-agent, also sets
+    algorithm.credit, and divides if algorithm.gigpo.mode, which only it reads, says so (by default
+    not)."""
     name, flag = "algorithm.adv_estimator", "algorithm.norm_adv_by_std_in_grpo"
     mode = "algorithm.gigpo.mode"
     if given.get(name) == "gae":
+        values: dict[str, Any] = {
+            "algorithm.advantage": "gae",
+            "batch.group_size": Yielding("1", to_all=True),
+            "critic.lr": Yielding("1e-5", to_all=True),
+        }
+        for own, key in _OF_CRITIC.items():
+            if own in given and given[own].lower() not in flags.NOTHING:
+                values[key] = given[own]
+        return values
+    if to_bool("critic.enable", given.get("critic.enable") or "false"):
+        raise ShoalError("critic.enable=true: expected algorithm.adv_estimator=gae with it")
+    warmup = given.get("trainer.critic_warmup", "0")
+    if warmup.lower() not in flags.NOTHING and float(warmup):
         raise ShoalError(
-            f"{name}=gae: expected one of {', '.join(_ESTIMATORS)}; gae, verl's default, needs a "
-            "critic"
+            f"trainer.critic_warmup={warmup}: expected 0, or algorithm.adv_estimator=gae, which "
+            "has a critic"
         )
     if given.get(name) == "gigpo":
         advantage = value_of_option(mode, given.get(mode, "mean_norm"), _GIGPO_MODES)
         return {"algorithm.advantage": advantage, "algorithm.credit": "state"}
-    if given.keys() == {mode}:
+    if name not in given and flag not in given:
         return {}
     advantage = value_of_option(name, given.get(name, "grpo"), _ESTIMATORS)
     by_deviation = to_bool(flag, given.get(flag, "true"))

@@ -48,6 +48,9 @@ class Advantage(Part):
     by_function: bool = False
     of_positive: bool = False  # True if it is defined only for rewards of 0 or more
     of_data: bool = False  # True if completions are the data's own answers, not samples
+    # True if advantages come from a critic's values of tokens, by `trainer.critic`; there is no
+    # function of groups
+    of_critic: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ ADVANTAGES: dict[str, Advantage] = {
     "reinforce++-baseline": Advantage(f"{_ADVANTAGE}:reinforce_pp_baseline", _WHITENED),
     "maxrl": Advantage(f"{_ADVANTAGE}:maxrl", of_positive=True),
     "gdpo": Advantage(f"{_ADVANTAGE}:gdpo", _WHITENED, by_function=True),
+    "gae": Advantage("", ("lam", "lam_alpha", "whiten", *_DEVIATION), of_critic=True),
     "none": Advantage(f"{_ADVANTAGE}:none", uses_rewards=False),
     "sft": Advantage(f"{_ADVANTAGE}:sft", uses_rewards=False, of_data=True),
 }

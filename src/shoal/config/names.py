@@ -75,7 +75,9 @@ UNSUPPORTED: Mapping[str, str] = {
     "tool|agent|multi_turn|environment": "tools are tools=file.py:f,g, environments "
     "environment=file.py:Factory or openenv:URL, an agent "
     "agent='python my_agent.py', their limits environment.*",
-    "critic|value_model|value_function": "there is no critic: advantages come from groups",
+    "critic|value_model|value_function": "a critic comes with algorithm.advantage=gae; its "
+    "settings are critic.path, lr, lam, value_clip, warmup_steps and warmup_until, and its layers "
+    "are its own, never the policy's",
     "image|video|audio|vision": "models and data are text only",
     "expert_parallel|^ep_size$": "experts are split over devices by mesh.expert",
     "megatron|deepspeed|pipeline_parallel": "devices share the work by mesh.data, mesh.fsdp, "

@@ -8,6 +8,7 @@ from typing import Literal
 
 from shoal.config.key import at_least, key, require
 from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.critic import CriticSection
 from shoal.config.sections.devices import (
     MeshSection,
     PublishSection,
@@ -68,6 +69,7 @@ class Config:
     algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
     teacher: TeacherSection = field(default_factory=TeacherSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    critic: CriticSection = field(default_factory=CriticSection)
     batch: BatchSection = field(default_factory=BatchSection)
     train: TrainSection = field(default_factory=TrainSection)
     mesh: MeshSection = field(default_factory=MeshSection)
@@ -109,13 +111,27 @@ class Config:
                 "full or topk with sft: sampled estimates a divergence from samples of the policy, "
                 "and the data's answers are none",
             )
+        elif self.algorithm.has_critic:
+            require(
+                self.batch.group_size >= 2 or not self.algorithm.dynamic_sampling,
+                "batch.group_size",
+                self.batch.group_size,
+                "2 or more with algorithm.dynamic_sampling, which keeps groups that differ",
+            )
         else:
             require(
                 self.batch.group_size >= 2,
                 "batch.group_size",
                 self.batch.group_size,
-                "2 or more: a group of one has nothing to be compared with",
+                "2 or more, or algorithm.advantage=gae with it: a group of one has nothing to be "
+                "compared with",
             )
+        require(
+            not self.critic.path or self.algorithm.has_critic,
+            "critic.path",
+            self.critic.path,
+            "empty, or algorithm.advantage=gae with it: other advantages have no critic",
+        )
         require(
             self.algorithm.num_minibatches <= self.batch.prompts_per_step
             or self.batch.prompts_per_device > 0,

@@ -37,14 +37,15 @@ def fingerprint(
     teacher: ModelScorer | None = None,
     base: Params | None = None,
     own_advantage: OwnAdvantage | None = None,
+    critic: Params | None = None,
 ) -> dict[str, Any]:
     """Returns what a run's numbers depend on besides its configuration, as a dict that JSON can
     hold: the machine, a digest of the data, digests of the reward functions, tools, environments
     and the user's advantage function, and checksums of the weights that training does not change
-    (`reference`, `teacher`; `base`: the weights under an adapter, with `base_types`). The keys are
-    `machine`, `data`, `rewards` (function -> digest) and, for models that are given, `base`,
-    `base_types`, `reference` and `teacher`. Checksums of models that are not given are left
-    out."""
+    (`reference`, `teacher`; `base`: the weights under an adapter, with `base_types`; `critic`:
+    those under the critic's adapter, if they are others). The keys are `machine`, `data`, `rewards`
+    (function -> digest) and, for models that are given, `base`, `base_types`, `reference`,
+    `teacher` and `critic`. Checksums of models that are not given are left out."""
     from shoal.weights.checksum import types_text, weights_text
 
     # Functions that score answers; tools and environments, which answer the model; advantages.
@@ -68,6 +69,8 @@ def fingerprint(
         facts["reference"] = weights_text(reference.parameters)
     if teacher is not None:
         facts["teacher"] = weights_text(teacher.parameters)
+    if critic is not None:
+        facts["critic"] = weights_text(critic)
     return facts
 
 
@@ -210,6 +213,10 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
             "algorithm.reference as the run began, or set algorithm.kl_coef=0",
         ),
         "teacher": ("the teacher's weights (teacher.path)", "restore them, or start a new run"),
+        "critic": (
+            "the weights under the critic's adapter (critic.path)",
+            "restore them, or start a new run",
+        ),
     }
     for name, (what, cure) in cures.items():
         # A run that was resumed with algorithm.kl_coef=0 has no reference any more.

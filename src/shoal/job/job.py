@@ -105,7 +105,14 @@ from shoal.model.attention.selector import (
     decodes_by_kernel,
     kernel_fault,
 )
-from shoal.model.parameters import as_frozen, joined, without_adapter
+from shoal.model.parameters import (
+    as_frozen,
+    initialise_specs,
+    joined,
+    param_specs,
+    quantiser,
+    without_adapter,
+)
 from shoal.model.transformer import Model
 from shoal.records import Example, Params, Purpose, RewardFunction, ShoalError
 from shoal.report.console import Console
@@ -122,13 +129,15 @@ from shoal.stop import StopSignal
 from shoal.tasks.splits import evaluating
 from shoal.tasks.task import OWN_DATA, Task
 from shoal.text import gib
+from shoal.trainer.critic import Critic, find_critic
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loss import make_objective
 from shoal.trainer.own_advantage import OwnAdvantage, load_advantage
 from shoal.trainer.prompts import PromptStream, TokenizedExample
 from shoal.trainer.scorers import ModelScorer, TeacherDistributions, find_teacher
-from shoal.trainer.step import Learner
+from shoal.trainer.step import Learner, TrainState
 from shoal.trainer.update import Updater
+from shoal.weights import peft
 from shoal.weights.checkpoints import checkpoint_bytes
 from shoal.weights.orbax import orbax_silenced
 from shoal.weights.sampler_copy import place_parameters
@@ -617,6 +626,14 @@ class Job(StagedJob):
             return None
         return find_teacher(self.requested, self.model_source, self.console)
 
+    @stage("critic", "critic.path", needs=("model_source",), commands=TRAIN_OR_DOCTOR)
+    def critic_source(self) -> ModelSource | None:
+        """Finds the model that the critic begins with and returns it like `model_source`, without
+        its weights; None if `critic.path` is not set."""
+        if not self.requested.critic.path:
+            return None
+        return find_critic(self.requested, self.model_source, self.console)
+
     # ---- prompts
 
     @stage("tokenizer", "model.path", needs=("model_source",), commands=WITH_MODEL)
@@ -835,7 +852,7 @@ class Job(StagedJob):
         "memory",
         "model.path",
         needs=("devices", "model_source", "roles", "config", "model"),
-        after=("teacher_source",),
+        after=("teacher_source", "critic_source"),
         commands=TRAIN,
     )
     def memory_finding(self) -> Finding:
@@ -860,7 +877,29 @@ class Job(StagedJob):
             self.config.seed,
         )
 
-    @stage(fix_key="base_output_directory", needs=("config", "learner"), commands=TRAIN)
+    @stage(needs=("config", "model", "learner"))
+    def critic(self) -> Critic | None:
+        """Makes the critic's compiled steps; reads no weights. None if advantages come from groups
+        alone."""
+        if not self.config.algorithm.has_critic:
+            return None
+        return Critic.of(
+            self.model,
+            self.config.critic,
+            self.config.optimizer,
+            num_updates(self.config),
+            self.config.seed,
+        )
+
+    @property
+    def state_shapes(self) -> TrainState:
+        """The shapes of the trainer's state, with the critic's if there is one."""
+        shapes = self.learner.shapes()
+        if self.critic is None:
+            return shapes
+        return replace(shapes, critic=self.critic.learner.shapes())
+
+    @stage(fix_key="base_output_directory", needs=("config", "learner", "critic"), commands=TRAIN)
     def check_disk_space(self) -> None:
         """Raises ShoalError if the disk of the run's folder has less free space than one checkpoint
         takes. Nothing is refused for a run of no steps. With several processes nothing is refused
@@ -868,7 +907,7 @@ class Job(StagedJob):
         base = self.resumed or check_local(
             self.config.base_output_directory, "base_output_directory", RUNS
         )
-        needed = checkpoint_bytes(self.learner.shapes())
+        needed = checkpoint_bytes(self.state_shapes)
         # `nearest_folder` begins above its argument: at `base`.
         free = shutil.disk_usage(nearest_folder(base / "any")).free
         if free < needed and self.config.steps and jax.process_count() == 1:
@@ -1111,7 +1150,7 @@ class Job(StagedJob):
             spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
         other = Job(config, Console(io.StringIO()), devices=self.devices, model_source=spec)
         # The other job, one of `estimate`, opens neither of them itself.
-        for name in ("teacher_source", "cluster"):
+        for name in ("teacher_source", "critic_source", "cluster"):
             if name in self.opened:
                 other.opened[name] = self.opened[name]
         with other:
@@ -1159,12 +1198,48 @@ class Job(StagedJob):
             teacher=teacher,
             teacher_coef=c.teacher.coef,
             distributions=distributions,
+            critic=self.critic,
             max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c),
             max_support=max_support(c),
             replays_routes=replays_routes(c),
             own_advantage=self.own_advantage,
         )
+
+    def load_critic(self, policy: Params) -> Params | None:
+        """Returns the first weights of the critic, trained and frozen; None without a critic.
+        `policy`: all weights that the run begins with, of which the critic has the same arrays, if
+        it does not begin with a model of its own (`critic.path`): no update changes an array."""
+        if self.critic is None:
+            return None
+        model = self.critic.learner.model
+        a = model.architecture
+        seed = self.requested.seed
+        # New, so that all values are 0 at first.
+        head = initialise_specs(param_specs(a).lm_head, seed, model.role)
+        if self.critic_source is None:
+            return replace(policy, lm_head=head)
+        if a.adapter is None:
+            whole = self.critic_source.read(model.role, np.float32)
+            return replace(whole, lm_head=head)
+        adapter = peft.begin(a, model.role, np.float32, seed)
+        return joined(adapter, self.load_frozen_of_critic(None))
+
+    def load_frozen_of_critic(self, policy: Params | None) -> Params | None:
+        """Returns the weights of the critic that training does not change, with None in place of
+        the others; None if there are none. `policy`: those of the policy, which are the critic's
+        too, unless it begins with a model of its own."""
+        if self.critic is None:
+            return None
+        model = self.critic.learner.model
+        a = model.architecture
+        if a.adapter is None:
+            return None
+        if self.critic_source is None:
+            return None if policy is None else replace(policy, lm_head=None)
+        keep = quantiser(a.base, model.role)
+        base = self.critic_source.read(model.role, model.dtype, keep=keep)
+        return as_frozen(a, replace(base, lm_head=None))
 
     def load_weights(self, model_source: ModelSource | None = None) -> Params:
         """Reads the first weights and returns them. In training they are on the trainer's devices,

@@ -321,10 +321,14 @@ class Replayer:
         first = self._first_weights(state is None, retrains, range(start, version + 1))
         updater = self._updater(start, first, retrains)
         if state is None:
-            state = updater.learner.init(first)
+            critic = None
+            if first is not None:
+                critic = self._job_of(self.run.config_at(start)).load_critic(first)
+            state = updater.first_state(first, critic)
         else:
             frozen = select(frozen_specs(self._spec.architecture), first)
-            state = replace(state, frozen=frozen)
+            job = self._job_of(self.run.config_at(start))
+            state = state.with_frozen(frozen, job.load_frozen_of_critic(frozen))
         if retrains:
             steps = "steps" if version > start + 1 else "step"
             self.console.note(
@@ -370,8 +374,9 @@ class Replayer:
             if saved > version:
                 continue
             try:
-                learner = self._job_of(self.run.config_at(saved)).learner
-                return restore(self.run.path, saved, learner.model.architecture, learner.shapes())
+                job = self._job_of(self.run.config_at(saved))
+                a = job.learner.model.architecture
+                return restore(self.run.path, saved, a, job.state_shapes)
             except ShoalError as error:
                 self.console.warning(f"{error}; the one before it is used")
         return None

@@ -29,7 +29,8 @@ from shoal.text import count
 
 if TYPE_CHECKING:
     from shoal.mesh import World
-    from shoal.trainer.step import Learner
+    from shoal.model.architecture import Architecture
+    from shoal.trainer.step import TrainState
     from shoal.weights.checkpoints import Restored
 
 RUN_NAMES = ("resume", "base_output_directory")
@@ -255,27 +256,28 @@ def changed_settings(stored: Config, requested: Config) -> list[SettingDifferenc
 
 def restore_latest(
     folder: RunWriter,
-    learner: Learner,
+    a: Architecture,
+    state: TrainState,
     shapes: Params,
     facts: Mapping[str, Any],
     console: Console,
     world: World,
     frozen: Params | None = None,
+    frozen_of_critic: Params | None = None,
 ) -> Restored | None:
     """Restores the newest intact checkpoint of a run, with the weights that training does not
-    change (`frozen`). Returns None if there is no checkpoint at all; the run's records are then
-    cleared, because it starts from its beginning. ShoalError if all checkpoints are damaged.
-    ShoalError if the data or the models that training does not change are not those of the
-    checkpoint; a warning if the machine or the files of rewards, tools or environments are not.
+    change (`frozen`, `frozen_of_critic`). Returns None if there is no checkpoint at all; the run's
+    records are then cleared, because it starts from its beginning. ShoalError if all checkpoints
+    are damaged. ShoalError if the data or the models that training does not change are not those of
+    the checkpoint; a warning if the machine or the files of rewards, tools or environments are not.
 
-    `learner`: says which arrays the checkpoint must have; `shapes`: those of the sampler's
-    published weights; `facts`: the `fingerprint` of this process.
+    `a`: the model's architecture; `state`: the shapes of the arrays that the checkpoint must have;
+    `shapes`: those of the
+    sampler's published weights; `facts`: the `fingerprint` of this process.
     """
     from shoal.weights.checkpoints import restore_newest
 
-    restored = restore_newest(
-        folder.path, learner.model.architecture, learner.shapes(), shapes, console.warning, world
-    )
+    restored = restore_newest(folder.path, a, state, shapes, console.warning, world)
     if restored is None:
         console.note(
             "the run has no checkpoint: it starts from its beginning, and its files are written "
@@ -285,4 +287,5 @@ def restore_latest(
         return None
     compare_facts(restored.extra["facts"], facts, console)
     console.note(f"resumed from the checkpoint of step {restored.version}")
-    return replace(restored, state=replace(restored.state, frozen=frozen))
+    whole = restored.state.with_frozen(frozen, frozen_of_critic)
+    return replace(restored, state=whole)

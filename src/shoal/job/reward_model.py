@@ -9,7 +9,7 @@ token
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from shoal.model import families
 from shoal.model.architecture import Architecture
 from shoal.model.config_json import read_config
 from shoal.model.head import logits
-from shoal.model.parameters import classifier_specs
 from shoal.model.transformer import Model
 from shoal.records import Params, Prompt, ShoalError
 from shoal.tasks.graders.answer import completion_text
@@ -84,6 +83,7 @@ class Classifier:
             )
         tokenizer = Tokenizer.load(folder)
         tokenizer.check_vocabulary(a.vocab_size)
+        a = replace(a, value_head=True)
         return cls(folder, a, tokenizer, config.get("pad_token_id"))
 
 
@@ -127,7 +127,7 @@ class RewardModel:
         c = self.classifier
         check_positions(c.architecture, sampling, f"reward={PREFIX}{self.path}")
         if Path(self.path).expanduser().is_dir():
-            huggingface.open_tensors(c.folder, c.architecture, classifier_specs(c.architecture))
+            huggingface.open_tensors(c.folder, c.architecture)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -149,8 +149,7 @@ class RewardModel:
         a = self.classifier.architecture
         role = self._find_role()
         model = make_model(self._section, a, role)
-        specs = classifier_specs(a)
-        return model, huggingface.load(locate(self.path), a, role, model.dtype, specs=specs)
+        return model, huggingface.load(locate(self.path), a, role, model.dtype)
 
     def digest(self) -> str:
         """Returns a checksum of the weights as text. Reads them onto the devices if that has not

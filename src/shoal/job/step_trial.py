@@ -425,6 +425,10 @@ def estimate_times(
         trained * algorithm.num_epochs + SCORING * num_scorings(algorithm, config.teacher) * batches
     )
     updates = algorithm.num_epochs * algorithm.num_minibatches
+    if algorithm.has_critic:
+        # A critic, which is not tried, takes as long as a policy: it has the same layers.
+        passes += trained * algorithm.num_epochs + SCORING * batches
+        updates *= 2
     update = passes * trial.accumulate_seconds + updates * trial.apply_seconds
     tokens = float(trial.lengths.sum()) * longer
     # completions x tokens of one in the mean x seconds of a token

@@ -60,6 +60,8 @@ class LoadedModels:
     """The weights of that model that training does not change, because an adapter is trained."""
     reference: ModelScorer | None
     teacher: ModelScorer | None
+    frozen_of_critic: Params | None = None
+    """The weights of the critic that training does not change, because an adapter is trained."""
 
 
 def open_run(job: Job) -> Run:
@@ -81,12 +83,14 @@ def open_run(job: Job) -> Run:
     if job.resumed:
         restored = restore_latest(
             folder=folder,
-            learner=updater.learner,
+            a=job.model.architecture,
+            state=job.state_shapes,
             shapes=source.published_shapes(),
             facts=facts,
             console=job.console,
             world=job.world,
             frozen=models.frozen,
+            frozen_of_critic=models.frozen_of_critic,
         )
     first_version = restored.version if restored else 0
     # A resumed run may have other settings, which are stored by the loop, after its first step.
@@ -99,8 +103,10 @@ def open_run(job: Job) -> Run:
     recorder = open_recorder(job, folder, source, first_version)
     checkpoints = open_checkpoints(job, folder)
     weights = None
+    critic_weights = None
     if restored is None:
         weights = weights_to_train(job, models)
+        critic_weights = job.load_critic(weights)
     recorder.spent("start", time.perf_counter() - job.started)
     # Signals come last, because until then one may end the process at once.
     command = resume_command(folder.path, config, job.world.count)
@@ -117,6 +123,7 @@ def open_run(job: Job) -> Run:
     run = Run(
         config=config,
         parameters=weights,
+        critic_parameters=critic_weights,
         updater=replace(updater, stop=stop),
         source=source,
         prompts=job.prompts,
@@ -175,7 +182,10 @@ def load_models(job: Job) -> LoadedModels:
             "the teacher's": teacher and teacher.model.attention,
         },
     )
-    return LoadedModels(weights, frozen, reference, teacher)
+    if job.critic_source:
+        check_same_model(job.world, "the critic", "critic.path", job.critic_source)
+    frozen_of_critic = job.load_frozen_of_critic(frozen)
+    return LoadedModels(weights, frozen, reference, teacher, frozen_of_critic)
 
 
 def weights_to_train(job: Job, models: LoadedModels) -> Params:
@@ -201,6 +211,7 @@ def checked_facts(job: Job, models: LoadedModels) -> dict[str, Any]:
         teacher=models.teacher,
         base=models.frozen,
         own_advantage=job.own_advantage,
+        critic=models.frozen_of_critic if job.critic_source else None,
     )
     check_same(job.world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
     return facts
@@ -304,6 +315,7 @@ def open_recorder(
         job.model.dtype,
         config.algorithm.num_epochs,
         num_scorings(config.algorithm, config.teacher),
+        config.algorithm.has_critic,
     )
     recorder = Recorder(
         folder=folder,
@@ -331,7 +343,7 @@ def open_checkpoints(job: Job, folder: RunWriter) -> Checkpoints:
         folder.checkpoints_path,
         job.config.checkpoint.keep_last,
         job.config.checkpoint.keep_best,
-        largest_array=largest_array(job.learner.shapes()),
+        largest_array=largest_array(job.state_shapes),
     )
     return job.stack.enter_context(closing(checkpoints))
 

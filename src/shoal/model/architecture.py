@@ -189,6 +189,9 @@ class Architecture:
     layer_scale: bool = False  # each layer's output is multiplied by a number, which stays
     # Width of an embedding that each layer has for itself (Gemma 4); 0: none.
     layer_embedding_size: int = 0
+    # True: in place of logits the head gives one number, [D, 1]: a critic's value, a reward model's
+    # score.
+    value_head: bool = False
     # the type of the weights of frozen products; "": like all others
     quantised: Literal["", "int8", "float8_e4m3fn"] = ""
     # Tokens of the longest sequence that its positions are made for; 0: not known. Architectures

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -80,7 +80,9 @@ def _product_flops(a: Architecture, prompt: int, completions: Sequence[int]) -> 
     """Returns the operations of the products with weights in one forward pass, the head's for
     completions' tokens only. Those of an adapter, some hundredths of them, are left out."""
     tokens = sum(completions)
-    head = a.hidden_size * a.vocab_size
+    head = a.hidden_size
+    if not a.value_head:
+        head *= a.vocab_size
     return 2.0 * (_block_weights(a) * (prompt + tokens) + head * tokens)
 
 
@@ -97,13 +99,15 @@ def model_flops(
     trained: Iterable[GroupLengths],
     num_epochs: int = 1,
     num_scorings: int = 0,
+    has_critic: bool = False,
 ) -> float:
     """Returns the operations of a whole step, whose prompts and completions are given as (tokens of
     a prompt, tokens of each of its completions): a forward pass over what was sampled; over what
     was trained on, a forward and a backward pass for each epoch and a forward pass for each scoring
     (the reference's, and the one before the first of several updates). With an adapter, the frozen
     weights get no gradient, so the backward pass counts as one forward pass over the products, not
-    two."""
+    two. A critic computes its values once, and has as many epochs."""
+    trained = list(trained)
     forward_of_sampled = 0.0
     for prompt, completions in sampled:
         forward_of_sampled += forward_flops(a, prompt, completions)
@@ -116,6 +120,8 @@ def model_flops(
     flops = forward_of_sampled + passes * forward_of_trained
     if a.adapter:  # without the third pass, the gradients of frozen weights
         flops -= num_epochs * products_of_trained
+    if has_critic:
+        flops += model_flops(replace(a, value_head=True), (), trained, num_epochs, num_scorings=1)
     return flops
 
 
@@ -129,6 +135,7 @@ class Utilisation:
     # number of forward passes over the trained tokens besides the updates: for old, reference and
     # teacher log-probs
     num_scorings: int
+    has_critic: bool = False
 
     @classmethod
     def on(
@@ -138,6 +145,7 @@ class Utilisation:
         dtype: Any,
         num_epochs: int = 1,
         num_scorings: int = 0,
+        has_critic: bool = False,
     ) -> Utilisation | None:
         """Returns the `Utilisation` of a model on these devices; None if there is no device, or the
         peak rate of one is unknown, as that of any CPU is."""
@@ -149,7 +157,7 @@ class Utilisation:
             peak += rate
         if not peak:
             return None
-        return cls(architecture, peak, num_epochs, num_scorings)
+        return cls(architecture, peak, num_epochs, num_scorings, has_critic)
 
     def mfu(
         self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float
@@ -172,5 +180,12 @@ class Utilisation:
                 sampled.append((len(prompt), sampled_lengths))
                 if trained_lengths:  # without any, the prompt was not computed in training either
                     trained.append((len(prompt), trained_lengths))
-        flops = model_flops(self.architecture, sampled, trained, self.num_epochs, self.num_scorings)
+        flops = model_flops(
+            self.architecture,
+            sampled,
+            trained,
+            self.num_epochs,
+            self.num_scorings,
+            self.has_critic,
+        )
         return flops / (self.peak * seconds)

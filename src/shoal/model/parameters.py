@@ -144,7 +144,7 @@ class Parameters:
     # of L Blocks, if a sampler reads each layer from its own arrays.
     blocks: Any
     final_norm: Any  # [D]
-    lm_head: Any = None  # [D, V]; None if tied to the embedding
+    lm_head: Any = None  # [D, V], or [D, 1] of a value; None if tied to the embedding
     layer_embedding: LayerEmbedding | Any = None
 
 
@@ -293,7 +293,17 @@ def param_specs(a: Architecture) -> Parameters:
     """
     trained = a.adapter is None
     lm_head = None
-    if not a.tie_embeddings:
+    if a.value_head:
+        # An adapter has no part of it: a new head must be trained whole. From zeros all values are
+        # 0 at first.
+        lm_head = ParamSpec(
+            (a.hidden_size, 1),
+            ("embed", None),
+            init="zeros",
+            transposed=True,
+            name="score.weight",
+        )
+    elif not a.tie_embeddings:
         lm_head = ParamSpec(
             (a.hidden_size, a.vocab_size),
             ("embed", "vocab"),
@@ -761,13 +771,6 @@ def active_size(a: Architecture, spec: ParamSpec) -> int:
     if spec.num_experts == 1:
         return size
     return size // spec.num_experts * a.expert_sizes.experts_per_token
-
-
-def classifier_specs(a: Architecture) -> Parameters:
-    """Returns the `param_specs` of a sequence classifier with one label, whose head [D, 1] takes
-    the place of the head for logits, as `lm_head`, even if the embedding is tied."""
-    head = ParamSpec((a.hidden_size, 1), ("embed", None), transposed=True, name="score.weight")
-    return replace(param_specs(a), lm_head=head)
 
 
 def trained_specs(a: Architecture) -> Parameters:

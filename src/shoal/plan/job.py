@@ -69,9 +69,9 @@ from shoal.sampler.engine import Engine
 from shoal.sampler.programs import CHUNK
 from shoal.sampler.scheduler import prompt_bucket
 from shoal.text import count
-from shoal.trainer.batch import LearnerBatch, TeacherStates, TeacherTop
+from shoal.trainer.batch import LearnerBatch, TeacherStates, TeacherTop, ValueTargets
 from shoal.trainer.scorers import shared_vocab_size, target_shapes
-from shoal.trainer.step import score_program, states_program, top_program
+from shoal.trainer.step import Learner, score_program, states_program, top_program
 from shoal.trainer.update import needs_old_logprobs, num_scorings
 from shoal.weights.sampler_copy import publication_program, published_shapes
 from shoal.weights.source import ModelSource, check_positions, planned_architecture
@@ -407,7 +407,8 @@ class PlannedJob:
     def _learning(self) -> dict[str, Planned]:
         """Returns name -> program of the trainer, in the order in which they run: `score` if it
         needs old log-probs, `reference` and `teacher` if the job has these models, `accumulate` and
-        `apply`. `runs` are those of a whole step, of all its epochs and mini-batches."""
+        `apply`, and with a critic `score critic`, `accumulate critic` and `apply critic`. `runs`
+        are those of a whole step, of all its epochs and mini-batches."""
         config = self.config
         algorithm = config.algorithm
         role = self.roles.trainer
@@ -473,6 +474,9 @@ class PlannedJob:
             runs=algorithm.num_epochs * minibatches,
             batch_bytes=moments_in_flight,
         )
+        critic = self.job.critic
+        if critic is not None:
+            planned |= self._learning_of_critic(critic.learner, batch, planned, scored)
         return planned
 
     def _scorer_program(self, name: str, model: Model) -> Program:
@@ -492,6 +496,51 @@ class PlannedJob:
         if isinstance(targets, TeacherStates):
             return bytes_per_device(targets.states)
         return bytes_per_device(targets)
+
+    def _learning_of_critic(
+        self,
+        learner: Learner,
+        policy_batch: LearnerBatch,
+        of_policy: Mapping[str, Planned],
+        scored: float,
+    ) -> dict[str, Planned]:
+        """Returns name -> program of the critic, each like the policy's of the same name:
+        `policy_batch` and `of_policy` are the policy's. `scored`: how often it computes values in a
+        step."""
+        role = self.roles.trainer
+        batch = policy_batch.of_critic()
+        of_tokens = batch.weight
+        with_targets = replace(batch, targets=ValueTargets(of_tokens, of_tokens, of_tokens))
+        state = learner.shapes()
+        programs: dict[str, Any] = learner.programs
+        total = programs["zero"].eval_shape()
+        loops = self._row_loops(learner.model)
+        return {
+            "score critic": Planned(
+                programs["score"],
+                role,
+                (state.parameters, batch),
+                runs=scored,
+                batch_bytes=bytes_per_device(batch),
+                **loops,
+            ),
+            "accumulate critic": Planned(
+                programs["accumulate"],
+                role,
+                (total, state.trainable, state.frozen, with_targets, state.loss_scale, None),
+                runs=of_policy["accumulate"].runs,
+                batch_bytes=bytes_per_device(with_targets),
+                **loops,
+            ),
+            "apply critic": Planned(
+                programs["apply"],
+                role,
+                (total.loss, state.trainable, state.updates, state.loss_scale),
+                {"gradient": total.gradient, "moments": state.optimizer},
+                runs=of_policy["apply"].runs,
+                batch_bytes=of_policy["apply"].batch_bytes,
+            ),
+        }
 
     def _moments_in_flight(self, trainable: Parameters) -> int:
         """Returns the bytes of Adam's moments that are on a device at a time during an update with
@@ -693,6 +742,7 @@ class PlannedJob:
                 groups,
                 config.algorithm.num_epochs,
                 num_scorings(config.algorithm, config.teacher),
+                config.algorithm.has_critic,
             ),
             published_bytes=published_bytes,
             rates=self._rates(),

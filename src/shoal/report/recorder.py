@@ -564,7 +564,9 @@ def _add_group_metrics(
                 known = ~np.isnan(values)
                 metrics.add(f"rewards/{name}", values[known].sum(), known.sum())
         metrics.add("groups/nonzero_std", nonzero_std.sum(), len(groups))
-        metrics.add("groups/unscorable", (valid.sum(axis=1) < 2).sum())
+        # A group of one has nothing to be compared with: a critic judges it.
+        least_valid = min(2, valid.shape[1])
+        metrics.add("groups/unscorable", (valid.sum(axis=1) < least_valid).sum())
         metrics.add("advantage/abs_mean", np.abs(advantages[valid]).sum(), valid.sum())
     completions = [completion for group in groups for completion in group.completions]
     lengths = np.array([completion.num_sampled for completion in completions])

@@ -49,7 +49,8 @@ rewards/logged/{name} | as logged | mean | what a reward function passed to log_
 groups/nonzero_std | share | mean | groups whose rewards differ; the others have advantage 0
 groups/discarded | groups | sum | groups sampled and replaced by dynamic sampling \
 (algorithm.dynamic_sampling)
-groups/unscorable | groups | sum | groups with fewer than two scorable completions
+groups/unscorable | groups | sum | groups with fewer than two scorable completions; of groups of \
+one, those with none
 advantage/abs_mean | 1 | mean | absolute advantage of valid completions
 completions/length_mean | tokens | mean | tokens of a completion, its end-of-sequence token included
 completions/length_min | tokens | min | shortest completion
@@ -92,6 +93,23 @@ teacher/kl | nats | mean | reverse KL divergence from the teacher, estimated: lo
 policy minus the teacher's (teacher.divergence=sampled)
 teacher/divergence | nats | mean | divergence of the whole distribution from the teacher's by \
 teacher.beta (teacher.divergence=full, topk), over trained tokens
+critic/vf_loss | 1 | mean | the loss of the critic's values, over updates; absent without a critic \
+(algorithm.advantage=gae), like the next ones
+critic/vf_explained_var | share | mean | share of the returns' variance that the critic's values \
+from before the updates explain; absent where all returns are the same
+critic/vf_clipfrac | share | mean | time steps whose value had moved further than critic.value_clip
+critic/vpred_mean | reward | mean | value of a time step in the updates
+critic/values/mean | reward | mean | value of a time step before the updates
+critic/values/min | reward | min | the smallest such value
+critic/values/max | reward | max | the largest such value
+critic/returns/mean | reward | mean | return of a time step, which the critic learns
+critic/returns/min | reward | min | the smallest such return
+critic/returns/max | reward | max | the largest such return
+critic/grad_norm | 1 | mean | global norm of the critic's gradient before clipping, over updates
+critic/lr | 1 | last | learning rate of the critic's last update
+critic/skipped | updates | sum | updates of the critic skipped because a gradient was not finite
+critic/warmup | 1 | last | 1 in a step in which the critic alone is updated \
+(critic.warmup_steps); absent afterwards
 entropy | nats | mean | entropy of the next-token distribution, over trained tokens
 context/nll | nats | mean | minus log-prob of what tools and environments said \
 (algorithm.context_coef), over these tokens

@@ -23,6 +23,29 @@ from shoal.records import Completion, Group, ShoalError
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class ValueTargets:
+    """What a critic learns of a micro-batch, [R, T], or of one completion, [T]: of each token that
+    begins a time step, the value of what stands before it."""
+
+    values: Any  # float32[R, T]: what it said before the first update on this batch
+    returns: Any  # float32[R, T]: what it learns to say
+    # float32[R, T]: factor of the loss, which includes the denominator of the whole update; 0
+    # wherever no time step begins
+    weight: Any
+
+    @classmethod
+    def empty(cls, shape: Shape) -> ValueTargets:
+        """Returns targets of host arrays without any time step."""
+        grid = (shape.rows, shape.length)
+        return cls(
+            values=np.zeros(grid, np.float32),
+            returns=np.zeros(grid, np.float32),
+            weight=np.zeros(grid, np.float32),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class LearnerBatch:
     """One micro-batch: R rows of T tokens. A segment is a prompt or a completion.
 
@@ -63,6 +86,17 @@ class LearnerBatch:
     # int16[R, T, layers with experts, k]: the experts that the sampler sent each token to, which
     # the policy uses again; -1 where it chooses them itself. None: everywhere.
     experts: Any = None
+    # `ValueTargets` of a critic; None: the batch is the policy's, or has no critic
+    targets: Any = None
+
+    def of_policy(self) -> LearnerBatch:
+        """Returns the batch as the policy learns it: without what a critic learns."""
+        return replace(self, targets=None)
+
+    def of_critic(self) -> LearnerBatch:
+        """Returns the batch as a critic learns it, which chooses its own experts: without what the
+        sampler recorded."""
+        return replace(self, support_ids=None, experts=None)
 
 
 @jax.tree_util.register_dataclass
@@ -288,6 +322,8 @@ def pack(
     max_support: int = 0,
     route_shape: tuple[int, int] | None = None,
     context_weights: np.ndarray | None = None,
+    token_advantages: TokenValues | None = None,
+    targets: Mapping[tuple[int, int], ValueTargets] | None = None,
 ) -> list[MicroBatch]:
     """Packs the groups numbered in `include`, from 0, into micro-batches of `shapes`, which come
     largest first, and returns these.
@@ -296,7 +332,8 @@ def pack(
     one for each of its turns. `context_weights` [P, G] are the weights of tokens that the model did
     not sample; None: they have none.
     Completions that are not valid, or have no tokens, are left out. `old_logprobs` and
-    `ref_logprobs` are 0 if they are None. `teacher_bonus` is added to the advantage of each token.
+    `ref_logprobs` are 0 if they are None. `teacher_bonus` and `token_advantages` are added to the
+    advantage of each token. `targets` are what a critic learns of each completion; None without.
     `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all.
     Above 0, each completion must have `extra["support_ids"]`. With `route_shape`,
     (layers with experts, k), the recorded experts of tokens are used again, and each completion
@@ -332,6 +369,9 @@ def pack(
     batches = []
     for shape, rows in split_into_micro_batches(sizes, shapes):
         batch = MicroBatch.empty(shape, temperature, max_support, route_shape)
+        if targets is not None:
+            arrays = replace(batch.arrays, targets=ValueTargets.empty(shape))
+            batch = replace(batch, arrays=arrays)
         for row, content in enumerate(rows):
             for prompt_key, keys in content.parts:
                 completions: dict[Key, np.ndarray] = {}
@@ -362,6 +402,13 @@ def pack(
                 arrays.ref_logprobs[slots] += ref_logprobs[completion_key][tokens]
             if teacher_bonus:
                 arrays.advantage[slots] += teacher_bonus[completion_key][tokens]
+            if token_advantages:
+                arrays.advantage[slots] += token_advantages[completion_key][tokens]
+            if targets:
+                target = targets[completion_key]
+                arrays.targets.values[slots] = target.values[tokens]
+                arrays.targets.returns[slots] = target.returns[tokens]
+                arrays.targets.weight[slots] = target.weight[tokens]
             # The set that the sampler recorded, not one recomputed from newer weights, which may
             # leave the sampled token out. Context was chosen from no set.
             if arrays.support_ids is not None:

@@ -85,6 +85,7 @@ class Run:
     useful_share: float = 1.0
     timeline: Timeline = field(default_factory=Timeline)
     saved: int = -1  # the newest version that has a checkpoint
+    critic_parameters: Params | None = None  # the first weights of the critic, if there is one
 
     def __post_init__(self) -> None:
         self.lookahead = Lookahead(self.schedule)
@@ -192,8 +193,10 @@ class Run:
         if self.restored is None:
             # Version 0 is evaluated before anything is requested: its figures are those that
             # training starts from.
-            state = self.updater.learner.init(self.parameters)
-            self.parameters = None  # the first weights must not outlive their use
+            state = self.updater.first_state(self.parameters, self.critic_parameters)
+            # The first weights must not outlive their use.
+            self.parameters = None
+            self.critic_parameters = None
             self.publish_frozen(state)
             self.publish(0, state.trainable)
             self.evaluate(0, state, complete=True)

@@ -24,14 +24,16 @@ from shoal.algorithm.logprobs import (
     sliced_logprobs,
     token_logprobs,
 )
-from shoal.algorithm.loss import Objective, token_losses
+from shoal.algorithm.loss import Objective, metric_shapes, token_losses
+from shoal.algorithm.value_loss import ValueObjective, value_losses, value_metric_shapes
 from shoal.config.choices import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.model import TeacherSection
 from shoal.mesh import Role
-from shoal.model.block import LayerAux
+from shoal.model.block import LayerAux, cast_weight
 from shoal.model.experts import load
 from shoal.model.head import head_projection, head_slices, logits, output_head
+from shoal.model.linear import linear
 from shoal.model.passes import PackedRows
 from shoal.model.transformer import Model, forward
 from shoal.records import Params
@@ -330,17 +332,41 @@ def expert_sums(model: Model, batch: LearnerBatch, aux: Sequence[LayerAux]) -> d
     return {LOAD: (jnp.stack(loads), num_tokens), REROUTED: (rerouted, num_given)}
 
 
+def batch_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.Array:
+    """Returns a critic's values of completions' tokens, float32[R, T]: of what stands before each
+    token, before it was sampled; 0 at prompts' tokens and at padding. A prompt is computed once for
+    all completions that follow it in its row."""
+    role = model.role
+    hidden, _, _ = hidden_states(model, parameters, batch)
+    states = _states_at(role, hidden, role.split_rows(batch.before)).astype(model.dtype)
+    head = cast_weight(model, output_head(parameters), ("embed", None))
+    values = role.join_rows(linear(head, states, jnp.float32)[..., 0])
+    return jnp.where(batch.segment != batch.prompt, values, 0.0)
+
+
+def sum_shapes(model: Model, objective: Objective | ValueObjective) -> tuple[Any, Any]:
+    """Returns names and shapes of the sums and maxima that `batch_loss` returns, as `metric_shapes`
+    does."""
+    if isinstance(objective, ValueObjective):
+        return value_metric_shapes(objective), {}
+    sums, maxima = metric_shapes(objective)
+    return sums | expert_shapes(model), maxima
+
+
 def batch_loss(
     model: Model,
-    objective: Objective,
+    objective: Objective | ValueObjective,
     parameters: Params,
     batch: LearnerBatch,
     teacher: TeacherStates | TeacherTop | None = None,
 ) -> Any:
     """Returns (loss, (sums, maxima, log-probs)) of a micro-batch: its part of the update's loss,
     its metrics (name -> (sum, count) and name -> (largest, count)), and its tokens' log-probs
-    float32[R, T] without gradient. `teacher` is what the objective's divergence is from; None if it
-    has none."""
+    float32[R, T] without gradient; of a critic, whose objective is a `ValueObjective`, values in
+    place of log-probs. `teacher` is what the objective's divergence is from; None if it has
+    none."""
+    if isinstance(objective, ValueObjective):
+        return _critic_loss(model, objective, parameters, batch)
     lp, entropy, from_teacher, aux = _token_values(
         model,
         parameters,
@@ -366,3 +392,20 @@ def batch_loss(
     sums |= expert_sums(model, batch, aux)
     loss = (batch.weight * token_loss).sum()
     return loss, (sums, maxima, jax.lax.stop_gradient(lp))
+
+
+def _critic_loss(
+    model: Model, objective: ValueObjective, parameters: Params, batch: LearnerBatch
+) -> Any:
+    """Returns what `batch_loss` returns, of a critic."""
+    values = batch_values(model, parameters, batch)
+    targets = batch.targets
+    losses, sums = value_losses(
+        objective,
+        values,
+        old_values=targets.values,
+        returns=targets.returns,
+        weight=targets.weight,
+    )
+    loss = (targets.weight * losses).sum()
+    return loss, (sums, {}, jax.lax.stop_gradient(values))

@@ -19,7 +19,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shoal.algorithm.loss import Objective, metric_shapes
+from shoal.algorithm.loss import Objective
+from shoal.algorithm.value_loss import ValueObjective
 from shoal.config.sections.optimizer import OptimizerSection
 from shoal.mesh import PINNED_HOST, Program, Role, put
 from shoal.mesh.programs import UPDATE_OPTIONS
@@ -44,7 +45,8 @@ from shoal.trainer.loss import (
     batch_loss,
     batch_states,
     batch_top,
-    expert_shapes,
+    batch_values,
+    sum_shapes,
 )
 from shoal.trainer.optimizer import LossScale, learning_rate, make_optimizer, state_shardings
 
@@ -66,16 +68,25 @@ class TrainState:
     # In the type of the computation, None in the places of trained parameters. None if all are
     # trained.
     frozen: Params | None = None
+    critic: TrainState | None = None  # the state of the critic that is trained beside the policy
 
     @property
     def parameters(self) -> Params:
         """All parameters, trained and frozen, in one tree."""
         return joined(self.trainable, self.frozen)
 
+    def with_frozen(self, frozen: Params | None, frozen_of_critic: Params | None) -> TrainState:
+        """Returns the state with frozen parameters, which no checkpoint stores, and the critic's,
+        if there is one, with its own."""
+        critic = self.critic
+        if critic is not None:
+            critic = replace(critic, frozen=frozen_of_critic)
+        return replace(self, frozen=frozen, critic=critic)
+
     def to_trees(self) -> dict[str, Any]:
         """Returns what a checkpoint stores of the state, by name, without frozen parameters;
         `from_trees` is the inverse. The names are `trainable`, `optimizer`, `updates`, and
-        `loss_scale` if there is one."""
+        `loss_scale` and `critic`, a dict of the same names, if there is one."""
         trees = {
             "trainable": self.trainable,
             "optimizer": self.optimizer,
@@ -83,13 +94,18 @@ class TrainState:
         }
         if self.loss_scale is not None:
             trees["loss_scale"] = self.loss_scale
+        if self.critic is not None:
+            trees["critic"] = self.critic.to_trees()
         return trees
 
     @classmethod
     def from_trees(cls, trees: Mapping[str, Any]) -> TrainState:
         """Returns the state without frozen parameters, which no checkpoint stores. `trees` is what
         `to_trees` returned."""
-        return cls(**trees)
+        own = dict(trees)
+        if "critic" in own:
+            own["critic"] = cls.from_trees(own["critic"])
+        return cls(**own)
 
 
 def is_intact(state: TrainState) -> bool:
@@ -126,7 +142,8 @@ class UpdateMetrics:
 
 
 class Learner:
-    """The trainer's compiled steps for one model and objective.
+    """The trainer's compiled steps for one model and objective: those of the policy, or of a
+    critic, whose model has a value head and whose objective is a `ValueObjective`.
 
     Parameters are not donated, because a sampler may hold them; the gradient's buffers are, and the
     new parameters are written into them.
@@ -135,7 +152,7 @@ class Learner:
     def __init__(
         self,
         model: Model,
-        objective: Objective,
+        objective: Objective | ValueObjective,
         section: OptimizerSection,
         num_updates: int,
         seed: int = 0,
@@ -239,11 +256,12 @@ class Learner:
             gradient=total.gradient,
             moments=state.optimizer,
         )
-        return replace(new_state, frozen=state.frozen), UpdateMetrics(*applied)
+        new_state = replace(new_state, frozen=state.frozen, critic=state.critic)
+        return new_state, UpdateMetrics(*applied)
 
     def score(self, parameters: Params, batch: LearnerBatch) -> jax.Array:
         """Returns the log-probs float32[R, T] of the batch's tokens under any parameters of this
-        architecture; 0 at prompts' tokens and at padding."""
+        architecture, of a critic its values; 0 at prompts' tokens and at padding."""
         return self.programs["score"](parameters, put_batch(self.model, batch))
 
 
@@ -346,7 +364,9 @@ def _init_by_leaf(
 
 
 @lru_cache(PROGRAMS_KEPT)
-def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Callable, Callable]:
+def _gradient_programs(
+    model: Model, objective: Objective | ValueObjective
+) -> tuple[Callable, Callable, Callable]:
     """Returns three programs: one that makes a gradient sum of zeros, one that adds a micro-batch's
     gradient to a sum, one that computes log-probs alone. They are called as zero(), accumulate(sum,
     trainable, frozen, batch, loss scale, teacher) and score(parameters, batch)."""
@@ -356,7 +376,7 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
     split = shardings_of(trained_specs(model.architecture), role)
     sums = GradientSum(split, everywhere, everywhere, everywhere)
     zero = role.jit(
-        partial(_zero, _gradient_shapes(model.architecture), objective, expert_shapes(model)),
+        partial(_zero, _gradient_shapes(model.architecture), *sum_shapes(model, objective)),
         out_shardings=sums,
     )
     accumulate = role.with_options(UPDATE_OPTIONS).jit(
@@ -366,14 +386,17 @@ def _gradient_programs(model: Model, objective: Objective) -> tuple[Callable, Ca
     )
     # Scoring sums no gradients, so one program serves every `reduce_dtype`.
     scoring_model = replace(model, reduce_dtype=Model.reduce_dtype)
-    score = score_program(scoring_model, objective.chunk_elements)
+    chunk_elements = 0
+    if isinstance(objective, Objective):
+        chunk_elements = objective.chunk_elements
+    score = score_program(scoring_model, chunk_elements)
     return zero, accumulate, score
 
 
 @lru_cache(PROGRAMS_KEPT)
 def score_program(model: Model, chunk_elements: int) -> Program:
-    """Returns the program that computes log-probs alone, without entropies or a gradient:
-    (parameters, batch) -> float32[R, T]."""
+    """Returns the program that computes log-probs alone, or a critic's values, without entropies or
+    a gradient: (parameters, batch) -> float32[R, T]."""
     return model.role.jit(
         partial(_score, model, chunk_elements), out_shardings=model.role.host_layout
     )
@@ -413,19 +436,16 @@ def _gradient_shapes(a: Architecture) -> Params:
     return _map_specs(shape_of, a)
 
 
-def _zero(shapes: Params, objective: Objective, of_experts: Mapping[str, Any]) -> GradientSum:
-    """Returns a `GradientSum` of zeros. `shapes` are those of the gradient; the objective decides
-    which metrics there are, and each has (0, 0). `of_experts` are the shapes of the experts'
-    sums."""
-    sums, maxima = metric_shapes(objective)
-    sums |= of_experts
+def _zero(shapes: Params, sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> GradientSum:
+    """Returns a `GradientSum` of zeros. `shapes` are those of the gradient, `sums` and `maxima`
+    those of the metrics (`sum_shapes`)."""
     total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), sums, maxima)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
 
 
 def _accumulate(
     model: Model,
-    objective: Objective,
+    objective: Objective | ValueObjective,
     total: GradientSum,
     trainable: Params,
     frozen: Params | None,
@@ -632,7 +652,10 @@ def _moved(moments: Any, space: Any) -> Any:
 
 
 def _score(model: Model, chunk_elements: int, parameters: Params, batch: LearnerBatch) -> jax.Array:
-    """Returns the log-probs float32[R, T] of a batch's tokens, without entropies; 0 at prompts'
-    tokens and at padding. Compiled as the program of `Learner.score`."""
+    """Returns the log-probs float32[R, T] of a batch's tokens, without entropies, or the values of
+    a model with a value head; 0 at prompts' tokens and at padding. Compiled as the program of
+    `Learner.score`."""
+    if model.architecture.value_head:
+        return batch_values(model, parameters, batch)
     logprobs, _ = batch_logprobs(model, parameters, batch, chunk_elements)
     return logprobs

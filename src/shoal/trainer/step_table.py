@@ -63,7 +63,7 @@ class StepTable:
         from the rewards before they become advantages; `gdpo` ignores it, since it reads the reward
         functions' own values. `own_advantage` is the function that `algorithm.advantage` names;
         None if that is an estimator. There must be at least one group. ShoalError if the function
-        fails."""
+        fails. Advantages that come from a critic's values are 0: `StepValues.table` has them."""
         rewards = np.stack([group.rewards for group in groups])
         valid = np.stack([group.valid for group in groups])
         components = [group.reward_components for group in groups]
@@ -86,6 +86,8 @@ class StepTable:
                 advantages = own_advantage(groups, penalised, valid, lengths, named)
             else:
                 advantages = own_advantage(groups, turns.rewards, turns.turns, turns.lengths, named)
+        elif a.has_critic:
+            advantages = np.zeros(rewards.shape if turns is None else turns.rewards.shape)
         elif turns is None:
             advantages = step_advantages(
                 a=a,

@@ -1,15 +1,16 @@
 """All updates of one step: from its groups to new weights and the step's metrics.
 
-groups -> log-probs computed beforehand (old, reference, teacher) -> advantages[P, G]
+groups -> log-probs computed beforehand (old, reference, teacher), values of a critic
+       -> advantages[P, G], with a critic of each token
        -> for each epoch, each mini-batch: token weights -> micro-batches
-       -> for each: what the teacher says of it, accumulate; then apply
+       -> for each: what the teacher says of it, accumulate; then apply; the same of the critic
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import jax
@@ -23,10 +24,11 @@ from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.model import TeacherSection
 from shoal.config.sections.optimizer import BatchSection
 from shoal.protocols import Scorer
-from shoal.records import Group, NoiseKey
+from shoal.records import Group, NoiseKey, Params
 from shoal.runs.metrics import MetricSet
 from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
+from shoal.trainer.critic import Critic, StepValues
 from shoal.trainer.loss import LOAD, REROUTED, make_objective
 from shoal.trainer.own_advantage import OwnAdvantage
 from shoal.trainer.scorers import ParameterScorer, TeacherDistributions
@@ -45,9 +47,9 @@ newest checkpoint."""
 
 def needs_all_groups(a: AlgorithmSection, has_teacher: bool) -> bool:
     """True if a KL, entropy, context or teacher term gives a gradient even to groups whose
-    advantages are all 0."""
+    advantages are all 0, or if a critic learns from all groups."""
     coefficients = (a.kl_coef, a.kl_sampler_coef, a.entropy_coef, a.context_coef)
-    return has_teacher or max(coefficients) > 0
+    return has_teacher or a.has_critic or max(coefficients) > 0
 
 
 def needs_old_logprobs(a: AlgorithmSection, scores_samples: bool) -> bool:
@@ -103,11 +105,13 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class PrecomputedLogprobs:
-    """Log-probs from before the first update; None for those that nothing reads."""
+    """Log-probs, and the critic's values, from before the first update; None for those that nothing
+    reads."""
 
     old_logprobs: TokenValues | None = None
     ref_logprobs: TokenValues | None = None
     teacher: TokenValues | None = None
+    values: TokenValues | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ class Updater:
     `reference` scores tokens for the KL term; None if there is no such term. `teacher` gives
     on-policy distillation: its log-prob minus the policy's, times `teacher_coef`, is added to each
     token's advantage. `distributions` are those of a teacher whose divergence is in the objective.
+    `critic` gives each token its advantage (`algorithm.advantage=gae`), and is trained too.
     `own_advantage` is the user's function that `algorithm.advantage` names; None if that is an
     estimator. `max_tokens` is the length of the longest completion, `longest` that of the longest
     prompt with the longest completion, `max_support` the K of `pack`. With
@@ -136,12 +141,21 @@ class Updater:
     teacher: Scorer | None = None
     teacher_coef: float = 1.0
     distributions: TeacherDistributions | None = None
+    critic: Critic | None = None
     max_tokens: int = 1
     longest: int = 0
     max_support: int = 0
     replays_routes: bool = False
     own_advantage: OwnAdvantage | None = None
     stop: StopSignal = field(default_factory=StopSignal)
+
+    def first_state(self, parameters: Params, critic_parameters: Params | None) -> TrainState:
+        """Returns the state of a new run, with these parameters of the policy, and of the critic if
+        there is one."""
+        state = self.learner.init(parameters)
+        if self.critic is None:
+            return state
+        return replace(state, critic=self.critic.learner.init(critic_parameters))
 
     def update(
         self, state: TrainState, groups: Sequence[Group], step: int
@@ -160,9 +174,28 @@ class Updater:
         penalty = self._kl_penalty(groups, table, precomputed, metrics)
         if penalty is not None:
             table = StepTable.of(groups, self.algorithm, penalty, self.own_advantage)
+        step_values = None
+        updates_policy = True
+        if self.critic is not None and precomputed.values is not None:
+            step_values = StepValues.of(
+                groups,
+                table,
+                precomputed.values,
+                self.algorithm,
+                self.critic.lam_of_returns(self.algorithm),
+                penalty,
+            )
+            step_values.add_metrics(metrics)
+            table = step_values.table
+            updates_policy = self.critic.ends_warmup(
+                step, int(state.updates), step_values.explained
+            )
+            if not updates_policy:
+                metrics.add("critic/warmup", 1)
         result = UpdateResult(table, metrics, dict(precomputed.old_logprobs or {}))
         teacher_bonus = self._teacher_bonus(groups, precomputed, metrics)
-        old_logprobs = precomputed.old_logprobs if self.learner.objective.use_old else None
+        use_old = make_objective(self.algorithm).use_old
+        old_logprobs = precomputed.old_logprobs if use_old else None
         trained = 0
         is_measured = step % ROUTES_MEASURED_EVERY == 0
         for epoch in range(self.algorithm.num_epochs):
@@ -174,18 +207,25 @@ class Updater:
                     old_logprobs=old_logprobs,
                     ref_logprobs=precomputed.ref_logprobs,
                     teacher_bonus=teacher_bonus,
+                    step_values=step_values,
                 )
                 if self.replays_routes and state is first_state and is_measured:
                     self._measure_own_routes(state, batches[-1], metrics)
                 # Before the first update a stop costs nothing: the state can still be saved.
                 patience_seconds = 0.0 if state is first_state else PATIENCE_SECONDS
-                state = self._update_once(
-                    state,
-                    batches,
-                    result,
-                    keep=precomputed.old_logprobs is None,
-                    patience_seconds=patience_seconds,
-                )
+                if updates_policy:
+                    state = self._update_once(
+                        state,
+                        batches,
+                        result,
+                        keep=precomputed.old_logprobs is None,
+                        patience_seconds=patience_seconds,
+                    )
+                    patience_seconds = PATIENCE_SECONDS
+                if self.critic is not None:
+                    state = self._update_critic(
+                        self.critic, state, batches, metrics, patience_seconds
+                    )
                 trained += sum(batch.num_tokens for batch in batches)
                 _record_packing(metrics, batches)
         # The effective sample size of the whole step, (sum w)^2 / (N sum w^2): a mean of the sizes
@@ -202,7 +242,7 @@ class Updater:
     def _measure_own_routes(self, state: TrainState, batch: MicroBatch, metrics: MetricSet) -> None:
         """Adds the difference of trainer and sampler log-probs that a micro-batch would have if the
         trainer chose the experts itself."""
-        arrays = batch.with_own_routes().arrays
+        arrays = batch.with_own_routes().arrays.of_policy()
         logprobs = np.asarray(self.learner.score(state.parameters, arrays))
         difference = np.abs(logprobs - arrays.sampler_logprobs)[arrays.loss_mask]
         if difference.size:
@@ -246,6 +286,7 @@ class Updater:
         old_logprobs: TokenValues | None,
         ref_logprobs: TokenValues | None,
         teacher_bonus: TokenValues | None,
+        step_values: StepValues | None = None,
     ) -> list[MicroBatch]:
         """Returns the micro-batches of one update, with the weight of each token. `members` are the
         numbers of the update's groups.
@@ -274,10 +315,18 @@ class Updater:
             a.aggregation_tokens or self.max_tokens,
         )
         context_weights = self._context_weights(table, members) if a.context_coef else None
+        advantages = table.advantages
+        token_advantages = None
+        targets = None
+        if step_values is not None:
+            # Those of the table are means, for people.
+            advantages = np.zeros_like(advantages)
+            token_advantages = step_values.advantages
+            targets = step_values.weighted(included)
         return pack(
             groups,
             included,
-            table.advantages,
+            advantages,
             weights,
             self.shapes(groups),
             self.temperature,
@@ -287,6 +336,8 @@ class Updater:
             self.max_support,
             self._route_shape,
             context_weights,
+            token_advantages,
+            targets,
         )
 
     def _context_weights(self, table: StepTable, members: np.ndarray) -> np.ndarray:
@@ -312,12 +363,16 @@ class Updater:
         self, state: TrainState, groups: Sequence[Group], table: StepTable
     ) -> PrecomputedLogprobs:
         """Computes the log-probs that need a forward pass before the first update: of the policy,
-        the reference and the teacher, if they are needed. Those that are not needed are None. A
-        group that `_included` leaves out has no entry."""
+        the reference and the teacher, and the values of the critic, if they are needed. Those that
+        are not needed are None. A group that `_included` leaves out has no entry."""
         policy: Scorer | None = None
         if needs_old_logprobs(self.algorithm, self.teacher is not None):
             policy = ParameterScorer(self.learner, state.parameters)
-        if policy is None and self.reference is None and self.teacher is None:
+        critic: Scorer | None = None
+        if self.critic is not None:
+            assert state.critic is not None, "a run with a critic has its state"
+            critic = ParameterScorer(self.critic.learner, state.critic.parameters)
+        if all(scorer is None for scorer in (policy, self.reference, self.teacher, critic)):
             return PrecomputedLogprobs()
         # Scoring reads tokens alone, so advantages and weights are zeros: they are computed once a
         # KL in the reward is known.
@@ -338,6 +393,9 @@ class Updater:
             old_logprobs=self._scores(policy, batches),
             ref_logprobs=self._scores(self.reference, others),
             teacher=self._scores(self.teacher, others),
+            values=self._scores(
+                critic, [replace(batch, arrays=batch.arrays.of_critic()) for batch in batches]
+            ),
         )
 
     @property
@@ -444,8 +502,8 @@ class Updater:
             self.stop.check(patience_seconds)
             targets = None
             if self.distributions:
-                targets = self.distributions.targets(batch.arrays)
-            total, lp = self.learner.accumulate(total, state, batch.arrays, targets)
+                targets = self.distributions.targets(batch.arrays.of_policy())
+            total, lp = self.learner.accumulate(total, state, batch.arrays.of_policy(), targets)
             logprobs.append(lp)
         assert total is not None
         # `apply` donates the gradient in `total`, so these are taken out first.
@@ -472,6 +530,34 @@ class Updater:
             # `values` are `kept_logprobs` on the host
             result.logprobs |= unpack(batches, values)
         return state
+
+    def _update_critic(
+        self,
+        critic: Critic,
+        state: TrainState,
+        batches: Sequence[MicroBatch],
+        metrics: MetricSet,
+        patience_seconds: float,
+    ) -> TrainState:
+        """Makes one update of the critic from the micro-batches of an update, and adds its metrics.
+        Returns the state with the critic's new one. A requested stop waits up to
+        `patience_seconds` before it interrupts."""
+        assert state.critic is not None, "a run with a critic has its state"
+        total = None
+        for batch in batches:
+            self.stop.check(patience_seconds)
+            total, _ = critic.learner.accumulate(total, state.critic, batch.arrays.of_critic())
+        assert total is not None
+        sums = total.sums  # taken out first, as `apply` donates what is in `total`
+        critic_state, applied = critic.learner.apply(state.critic, total)
+        sums, applied = jax.device_get((sums, applied))
+        for name, (value, count) in sums.items():
+            metrics.add(name, value, count)
+        metrics.add("critic/vf_loss", float(applied.loss))
+        metrics.add("critic/grad_norm", float(applied.grad_norm))
+        metrics.add("critic/lr", float(applied.lr))
+        metrics.add("critic/skipped", int(applied.skipped))
+        return replace(state, critic=critic_state)
 
 
 def _record_packing(metrics: MetricSet, batches: Sequence[MicroBatch]) -> None:

@@ -74,12 +74,10 @@ def load(
     role: Role,
     dtype: Any = np.float32,
     keep: Keep = keep_as_read,
-    specs: Parameters | None = None,
 ) -> Parameters:
     """Reads the parameters in a folder's safetensors (bf16, f16, f32, or fp8 by blocks) and returns
     them as `dtype`, in the role's sharding. `keep` is called with each spec and array as soon as
-    the array is read, and returns what takes its place. `specs` are used in place of `param_specs`;
-    None for these.
+    the array is read, and returns what takes its place.
 
     Every byte is read once, by one of the processes; twice where numbers of two parameters
     alternate in the files (gate and up of gpt-oss' experts). ShoalError names every tensor that is
@@ -87,8 +85,8 @@ def load(
     """
     # All headers are checked before the first read: a wrong file is refused in a second, not after
     # half of 100 GB.
-    specs = file_specs(architecture, specs or param_specs(architecture))
-    return read_tensors(open_tensors(folder, architecture, specs), specs, role, dtype, keep)
+    specs = file_specs(architecture, param_specs(architecture))
+    return read_tensors(open_tensors(folder, architecture), specs, role, dtype, keep)
 
 
 def read_tensors(
@@ -170,12 +168,10 @@ def read_origin(folder: Path) -> Origin:
     return Origin.of(with_scales(stored, quantisation.block))
 
 
-def open_tensors(
-    folder: str | Path, a: Architecture, specs: Parameters | None = None
-) -> dict[str, StoredParameter]:
+def open_tensors(folder: str | Path, a: Architecture) -> dict[str, StoredParameter]:
     """Returns the parameters in a folder's safetensors, by their names in `param_specs`, without
-    reading values. ShoalError unless they are exactly those of the architecture, or of `specs` if
-    given, and such as are passed over (`Origin.others`)."""
+    reading values. ShoalError unless they are exactly those of the architecture, and such as are
+    passed over (`Origin.others`)."""
     folder = Path(folder)
     stored = dict(read_origin(folder).tensors)
     # A tied head is the embedding: stored a second time, which is dropped, or under this name only.
@@ -184,7 +180,7 @@ def open_tensors(
         stored.setdefault(EMBEDDING, stored.pop(HEAD))
     for name in _unread_names(a):
         stored.pop(name, None)
-    specs = file_specs(a, specs or param_specs(a))
+    specs = file_specs(a, param_specs(a))
     where = f"{folder} do not fit its config.json"
     stored = with_parts(stored, fused_tensors(a, specs), where)
     return check_tensors(stored, specs, where)

@@ -191,6 +191,7 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "update/",
         ),
     ),
+    ("Critic", ("critic/",)),
     ("Sampler and trainer", ("sampler_gap/", "correction/", "staleness", "version")),
     (
         "Speed and memory",

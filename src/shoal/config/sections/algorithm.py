@@ -30,17 +30,29 @@ class AlgorithmSection:
     advantage: Annotated[str, ADVANTAGES] = key(
         "grpo", stages=("update", "sampling"), names_code="advantage"
     )
-    """Advantage estimator: how the rewards of a group become advantages. none ignores rewards
-    (distillation from a teacher alone). sft learns the data's own answers in place of samples
-    (`shoal sft`). `file.py:function` is a function of yours."""
+    """Advantage estimator: how the rewards of a group become advantages. gae: by a critic, for each
+    token (PPO); its settings are critic.*. none ignores rewards (distillation from a teacher
+    alone). sft learns the data's own answers in place of samples (`shoal sft`).
+    `file.py:function` is a function of yours."""
     credit: Literal["completion", "turn", "state"] = key("completion", stages=("rewards", "update"))
     """What is compared within a group, and so has an advantage. completion: whole completions.
     turn: the rewards from each turn on, with those of the others at that turn (rloo; grpo also
-    divides by the deviation). state: completions, and turns that began with the same words of the
-    environment (GiGPO)."""
+    divides by the deviation; with gae turns are a critic's time steps, in place of tokens). state:
+    completions, and turns that began with the same words of the environment (GiGPO)."""
     discount: float = key(1.0, stages=("update",))
     """credit=turn, state: how much a reward counts for the turn before its own, discount^2 for the
-    turn before that, and so on. 1: credit says which turns earned the reward, not what counts."""
+    turn before that, and so on. 1: credit says which turns earned the reward, not what counts. gae:
+    the same of time steps, which are tokens, or turns with credit=turn."""
+    lam: float = key(1.0, stages=("update",))
+    """gae: lambda of the advantages. 1: what was earned from a time step on minus the critic's
+    value, without a bias whatever the critic says; lower: less noise, and more of the critic's
+    errors."""
+    lam_alpha: float = key(0.0, stages=("update",))
+    """gae: if above 0, lambda is 1 - 1 / (lam_alpha x time steps of the completion) in place of lam
+    (VAPO, 0.05)."""
+    whiten: bool = key(True, stages=("update",))
+    """gae: subtract the mean of a step's advantages, and divide by their deviation (std_*), over
+    all tokens (verl, TRL's PPO). false: the plain policy gradient."""
     std_ddof: int = key(1, stages=("update",))
     """Delta degrees of freedom of the standard deviation, as in numpy: 1 divides by n - 1 (TRL,
     Tunix), 0 by n (MaxText)."""
@@ -237,15 +249,25 @@ class AlgorithmSection:
         """Raises ShoalError for a discount that is out of its range or not read, and for an
         advantage or a loss that cannot tell turns apart."""
         require(0 <= self.discount <= 1, "algorithm.discount", self.discount, "a number in [0, 1]")
+        require(0 <= self.lam <= 1, "algorithm.lam", self.lam, "a number in [0, 1]")
+        at_least(self, "algorithm.", 0, "lam_alpha", note="off")
+        if self.has_critic:
+            require(
+                not POLICY_LOSSES[self.loss].one_gradient,
+                "algorithm.loss",
+                self.loss,
+                "a loss by token (as grpo) with algorithm.advantage=gae: this one has one gradient "
+                "for all tokens of a completion",
+            )
         if self.credit == "completion":
             require(
-                self.discount == 1,
+                self.discount == 1 or self.has_critic,
                 "algorithm.discount",
                 self.discount,
                 "1, or algorithm.credit=turn or state: a whole completion has no later turns",
             )
             return
-        among_turns = {"turn": ("rloo", "grpo"), "state": ("grpo", "dr_grpo", "rloo")}
+        among_turns = {"turn": ("rloo", "grpo", "gae"), "state": ("grpo", "dr_grpo", "rloo")}
         names = among_turns[self.credit]
         # A function of the user's gets the rewards of turns as they are.
         is_own_of_turns = self.has_own_advantage and self.credit == "turn"
@@ -280,6 +302,11 @@ class AlgorithmSection:
         """False if rewards are no signal of training, because a teacher or the data's answers are
         the only one."""
         return advantage_of(self.advantage).uses_rewards
+
+    @property
+    def has_critic(self) -> bool:
+        """True if advantages come from the values of a critic, which is trained too."""
+        return advantage_of(self.advantage).of_critic
 
     @property
     def learns_from_data(self) -> bool:

@@ -1,0 +1,273 @@
+"""The critic: a second model that is trained beside the policy, and what follows from its values of
+a step's tokens.
+
+    values of tokens -> time steps (tokens, or turns) -> advantages for the policy
+                                                      -> returns, which the critic learns
+
+A critic is a `Learner` whose model has a value head. Its state stands in the policy's
+(`TrainState.critic`), so that both are saved and resumed together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from shoal.algorithm.advantage import gae, length_adaptive_lambda, whitened
+from shoal.algorithm.value_loss import ValueObjective
+from shoal.config.choices import ADVANTAGES
+from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.critic import CriticSection
+from shoal.config.sections.optimizer import OptimizerSection
+from shoal.config.train import Config
+from shoal.model.architecture import Architecture
+from shoal.model.transformer import Model
+from shoal.protocols import Printer
+from shoal.records import Group, ShoalError
+from shoal.runs.metrics import MetricSet
+from shoal.trainer.batch import TokenValues, ValueTargets
+from shoal.trainer.step import Learner
+from shoal.trainer.step_table import StepTable
+from shoal.weights.source import ModelSource, open_model, section_of
+
+_COMPARED = {field.name for field in fields(Architecture) if field.compare}
+"""Sizes and switches in which a critic must be like the policy."""
+
+
+def find_critic(config: Config, policy: ModelSource, console: Printer | None) -> ModelSource:
+    """Returns the source of the model that `critic.path` names; its weights are not read yet.
+    Prints notes about it to `console`. ShoalError if its layers or its vocabulary are not the
+    policy's, or its files do not fit."""
+    named = f"critic.path={config.critic.path}"
+    critic = open_model(section_of(config.model, config.critic.path), console)
+    if critic.architecture.adapter:
+        raise ShoalError(
+            f"{named}: it is an adapter, and the critic begins with whole weights; export them "
+            "(shoal export)",
+            "critic.path",
+        )
+    if critic.tokenizer.vocabulary() != policy.tokenizer.vocabulary():
+        raise ShoalError(
+            f"{named}: its vocabulary is not that of the model {config.model.path}, so it would "
+            "read other words; give one of the same family",
+            "critic.path",
+        )
+    # The head is not used, so it may be tied to the embedding or not.
+    own = replace(critic.architecture, tie_embeddings=False, quantised="")
+    wanted = replace(policy.architecture.base, tie_embeddings=False, quantised="")
+    differences = []
+    for name, value in vars(own).items():
+        if name in _COMPARED and value != getattr(wanted, name):
+            differences.append(f"{name} {value} for {getattr(wanted, name)}")
+    if differences:
+        raise ShoalError(
+            f"{named}: its layers are not those of the model {config.model.path} "
+            f"({', '.join(differences)}), with which it shares rows and devices; give one of the "
+            "same architecture, or leave it out",
+            "critic.path",
+        )
+    # Called for its error alone.
+    critic.check()
+    return critic
+
+
+def critic_architecture(policy: Architecture) -> Architecture:
+    """Returns the architecture of a policy's critic: the same layers, with a value head."""
+    return replace(policy, value_head=True)
+
+
+@dataclass(frozen=True)
+class Critic:
+    """The critic of a run."""
+
+    learner: Learner
+    section: CriticSection
+
+    @classmethod
+    def of(
+        cls,
+        policy: Model,
+        section: CriticSection,
+        optimizer: OptimizerSection,
+        num_updates: int,
+        seed: int,
+    ) -> Critic:
+        """Makes the critic of a policy, on its devices. `optimizer` are the policy's settings, of
+        which all but the learning rate hold for both. The others are those of `Learner`."""
+        learner = Learner(
+            replace(policy, architecture=critic_architecture(policy.architecture)),
+            ValueObjective(section.value_clip),
+            replace(optimizer, lr=section.lr or optimizer.lr),
+            num_updates,
+            seed,
+        )
+        return cls(learner, section)
+
+    def lam_of_returns(self, a: AlgorithmSection) -> float:
+        """Returns the lambda of the returns that the critic learns."""
+        return a.lam if self.section.lam == -1 else self.section.lam
+
+    def ends_warmup(self, step: int, num_updates: int, explained: float | None) -> bool:
+        """True if the policy is updated in this step: the warm-up is over since it has lasted as
+        long as it may, since the policy has been updated before (`num_updates`), or because the
+        critic explains enough of this step's returns."""
+        if step >= self.section.warmup_steps or num_updates > 0:
+            return True
+        return explained is not None and explained >= self.section.warmup_until
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What a critic's values say of a step. Keys are (group, completion), of the completions that
+    it was asked for."""
+
+    advantages: TokenValues  # of each token, 0 at words of tools and environments
+    # `weight` is 1 at each token that begins a time step
+    targets: dict[tuple[int, int], ValueTargets]
+    table: StepTable  # with the advantages of completions, or of turns
+    # Share of the variance of returns that the values explain; None if all returns are the same.
+    explained: float | None
+
+    @classmethod
+    def of(
+        cls,
+        groups: Sequence[Group],
+        table: StepTable,
+        values: TokenValues,
+        a: AlgorithmSection,
+        critic_lam: float,
+        penalty: np.ndarray | None = None,
+    ) -> StepValues:
+        """Computes the advantages and returns of a step. `values` are the critic's, of what stands
+        before each token. A completion's reward, less its `penalty`[P, G], is that of its last time
+        step; with credit by turn each turn has its own. A truncated completion ends like others."""
+        keys = sorted(values)
+        steps = _Steps.of(groups, keys, by_turn=a.credit == "turn")
+        rewards = np.zeros(steps.lengths.shape)  # [N, K]
+        said = np.zeros(steps.lengths.shape)
+        for row, (group, index) in enumerate(keys):
+            number = steps.numbers[row]
+            said[row, :number] = values[group, index][steps.starts[row, :number]]
+            if table.turns is not None:
+                rewards[row, :number] = table.turns.rewards[group, index, :number]
+            elif number:
+                rewards[row, number - 1] = groups[group].rewards[index]
+                if penalty is not None:
+                    rewards[row, number - 1] -= penalty[group, index]
+        lam: float | np.ndarray = a.lam
+        if a.lam_alpha:
+            lam = length_adaptive_lambda(steps.numbers, a.lam_alpha)
+        advantages = gae(rewards, said, a.discount, lam)
+        returns = gae(rewards, said, a.discount, critic_lam) + said
+        if a.whiten:
+            advantages = whitened(advantages, steps.lengths, **ADVANTAGES[a.advantage].settings(a))
+        by_token: TokenValues = {}
+        targets = {}
+        for row, key in enumerate(keys):
+            group, index = key
+            number = steps.numbers[row]
+            starts = steps.starts[row, :number]
+            size = len(values[key])
+            # All tokens that the model sampled are in a time step, in order.
+            sampled = groups[group].completions[index].loss_mask
+            by_token[key] = np.zeros(size, np.float32)
+            by_token[key][sampled] = np.repeat(
+                advantages[row, :number], steps.lengths[row, :number]
+            )
+            of_completion = ValueTargets(
+                np.asarray(values[key], np.float32),
+                np.zeros(size, np.float32),
+                np.zeros(size, np.float32),
+            )
+            of_completion.returns[starts] = returns[row, :number]
+            of_completion.weight[starts] = 1
+            targets[key] = of_completion
+        is_step = steps.lengths > 0
+        return cls(
+            advantages=by_token,
+            targets=targets,
+            table=_with_advantages(table, keys, steps, advantages),
+            explained=explained_variance(said[is_step], returns[is_step]),
+        )
+
+    def weighted(self, members: Iterable[int]) -> dict[tuple[int, int], ValueTargets]:
+        """Returns the targets of the groups `members`, the update's, with weights of a mean over
+        all of their time steps."""
+        chosen = set(members)
+        own = {key: target for key, target in self.targets.items() if key[0] in chosen}
+        total = sum(float(target.weight.sum()) for target in own.values())
+        weighted = {}
+        for key, target in own.items():
+            weighted[key] = replace(target, weight=target.weight / np.float32(max(total, 1)))
+        return weighted
+
+    def add_metrics(self, metrics: MetricSet) -> None:
+        """Adds the metrics of the step's values and returns, as they were before its updates."""
+        for target in self.targets.values():
+            is_step = target.weight > 0
+            for name, array in (("values", target.values), ("returns", target.returns)):
+                of_steps = array[is_step].astype(np.float64)
+                if of_steps.size:
+                    metrics.add(f"critic/{name}/mean", of_steps.sum(), of_steps.size)
+                    metrics.add(f"critic/{name}/min", of_steps.min())
+                    metrics.add(f"critic/{name}/max", of_steps.max())
+        if self.explained is not None:
+            metrics.add("critic/vf_explained_var", self.explained)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """The time steps of N completions, of at most K each."""
+
+    starts: np.ndarray  # int64[N, K]: index of a step's first token in its completion
+    lengths: np.ndarray  # int64[N, K]: tokens of a step; 0 behind the last step
+    numbers: np.ndarray  # int64[N]: steps of a completion
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], keys: Sequence[tuple[int, int]], by_turn: bool) -> _Steps:
+        """Finds the time steps of completions: the tokens that the model sampled, or its turns."""
+        starts_of = []
+        lengths_of = []
+        for group, index in keys:
+            completion = groups[group].completions[index]
+            starts = np.flatnonzero(completion.loss_mask)
+            lengths = np.ones(len(starts), np.int64)
+            if by_turn:
+                starts = np.array([turn.start for turn in completion.turns], np.int64)
+                lengths = np.array([turn.stop - turn.start for turn in completion.turns], np.int64)
+            starts_of.append(starts)
+            lengths_of.append(lengths)
+        numbers = np.array([len(starts) for starts in starts_of], np.int64)
+        shape = (len(keys), int(numbers.max(initial=0)))
+        table = cls(np.zeros(shape, np.int64), np.zeros(shape, np.int64), numbers)
+        for row, number in enumerate(numbers):
+            table.starts[row, :number] = starts_of[row]
+            table.lengths[row, :number] = lengths_of[row]
+        return table
+
+
+def _with_advantages(
+    table: StepTable, keys: Sequence[tuple[int, int]], steps: _Steps, advantages: np.ndarray
+) -> StepTable:
+    """Returns the table with the advantages of time steps: of each turn, or of each completion the
+    mean over its tokens. `advantages`[N, K] are those of `keys`."""
+    shown = np.zeros(table.advantages.shape)
+    for row, key in enumerate(keys):
+        number = steps.numbers[row]
+        if table.turns is not None:
+            shown[key][:number] = advantages[row, :number]
+        elif number:
+            shown[key] = advantages[row, :number].mean()
+    return replace(table, advantages=shown)
+
+
+def explained_variance(values: np.ndarray, returns: np.ndarray) -> float | None:
+    """Returns 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that says
+    the same of everything, below 0 for a worse one. None if all returns are the same, or none is
+    there."""
+    variance = returns.var() if returns.size else 0.0
+    if variance == 0:
+        return None
+    return float(1 - (returns - values).var() / variance)

@@ -1,0 +1,179 @@
+"""Runs with a critic: PPO from a command's words to checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_models import write_model_with_tokenizer
+from tiny_runs import groups, metrics, parameters_of, same_bits
+
+from shoal import cli
+from shoal.runs.metrics import is_clock
+
+GAE = (
+    "algorithm.advantage=gae",
+    "algorithm.lam=0.9",
+    "critic.lr=1e-2",
+    "algorithm.num_minibatches=2",
+)
+
+
+def write_like(folder: Path, family: str = "qwen3", style: str = "chatml", **changes: int) -> Path:
+    """A model like the workshop's, with other weights."""
+    changes = {"num_hidden_layers": 1, **changes}
+    return write_model_with_tokenizer(folder, family, style, seed=7, **changes)
+
+
+def numbers(run: Path) -> list[dict[str, float]]:
+    result = []
+    for row in metrics(run):
+        result.append({name: value for name, value in row.items() if not is_clock(name)})
+    return result
+
+
+def resumed_from(whole: Path, version: int) -> Path:
+    """A copy of a run that has ended, as it was at the checkpoint of `version`, resumed."""
+    parts = shutil.copytree(whole, whole.with_name(f"{whole.name}-parts"))
+    for saved in (parts / "checkpoints").iterdir():
+        if int(saved.name) > version:
+            shutil.rmtree(saved)
+    (parts / "summary.json").unlink()
+    assert cli.main(["train", f"resume={parts}"]) == 0
+    return parts
+
+
+def checksums(run: Path, version: int) -> dict[str, int]:
+    """Of all arrays of a checkpoint, the critic's included."""
+    file = run / "checkpoints" / str(version) / "extra" / "metadata"
+    return json.loads(file.read_text())["checksums"]
+
+
+@pytest.mark.slow
+def test_ppo_resumes_bit_for_bit_with_its_critic(workshop):
+    words = (*GAE, "steps=4", "checkpoint.every=1", "checkpoint.keep_last=9")
+    # The warm-up is over after the first step; the second resumes within it.
+    whole = workshop.train("ppo", *words, "critic.warmup_steps=2")
+    rows = metrics(whole)
+    assert [row.get("critic/warmup") for row in rows] == [1, 1, None, None]
+    assert [row.get("update/count") for row in rows] == [None, None, 2, 2]
+    for row in rows:
+        assert row["critic/vf_loss"] > 0 and row["critic/grad_norm"] > 0
+        assert row["critic/values/min"] <= row["critic/values/mean"] <= row["critic/values/max"]
+    # The head begins at zero.
+    assert rows[0]["critic/values/max"] == 0 and rows[1]["critic/values/max"] != 0
+    assert same_bits(parameters_of(whole, 2), parameters_of(whole, 1))
+    assert not same_bits(parameters_of(whole, 3), parameters_of(whole, 2))
+    parts = resumed_from(whole, 1)
+    assert numbers(parts) == numbers(whole)
+    for version in (2, 3, 4):
+        assert checksums(parts, version) == checksums(whole, version)
+    # What is stored is the mean over a completion's tokens.
+    [first, _] = groups(whole, 1)
+    assert len({c["advantage"] for c in first["completions"]}) > 1
+
+
+@pytest.mark.slow
+def test_a_group_of_one_is_judged_by_the_critic(workshop, capsys):
+    run = workshop.train("alone", *GAE, "batch.group_size=1", "batch.prompts_per_step=4", "steps=6")
+    for row in metrics(run):
+        assert row["groups/nonzero_std"] == 0 and row["groups/unscorable"] == 0
+        assert row["advantage/abs_mean"] > 0 and row["grad_norm"] > 0
+    # A critic learns from groups of one, so nothing is said of groups without variance.
+    told = capsys.readouterr()
+    assert "no group has had" not in told.out + told.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own_model", [False, True])
+def test_with_an_adapter_the_critic_has_one_too(workshop, own_model):
+    words = [*GAE, "model.lora.rank=4", "steps=3", "checkpoint.every=1", "checkpoint.keep_last=9"]
+    name = "lora"
+    if own_model:
+        name = "lora-own"
+        other = write_like(workshop.folder / "other")
+        words.append(f"critic.path={other}")
+    whole = workshop.train(name, *words)
+    parts = resumed_from(whole, 1)
+    assert numbers(parts) == numbers(whole)
+    assert checksums(parts, 3) == checksums(whole, 3)
+    assert metrics(whole)[2]["critic/grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_a_critic_may_begin_with_another_checkpoint(workshop):
+    other = write_like(workshop.folder / "other")
+    own, others = (
+        workshop.train(name, *GAE, "steps=2", *words)
+        for name, words in (("own", ()), ("others", (f"critic.path={other}",)))
+    )
+    first, second = (metrics(run)[0] for run in (own, others))
+    # The values are zeros before the first update, whatever stands below the head.
+    assert first["critic/values/max"] == second["critic/values/max"] == 0
+    assert first["loss"] == second["loss"]
+    assert metrics(own)[1]["critic/values/mean"] != metrics(others)[1]["critic/values/mean"]
+
+
+@pytest.mark.slow
+def test_a_step_of_ppo_is_learnt_again_from_its_stored_groups(workshop, capsys):
+    run = workshop.train("ppo-replay", *GAE, "checkpoint.every=0", "steps=3")
+    capsys.readouterr()
+    assert cli.main(["replay", str(run), "step=3", "group=1", "json=true"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["identical"] is True and told["weights"]["updates_retrained"] == 4
+    assert cli.main(["rescore", str(run)]) == 0
+    assert "new advantages are 0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_doctor_counts_the_critic(workshop, capsys):
+    words = workshop.words("never", *GAE)[1:]
+    assert cli.main(["doctor", *words, "json=true"]) == 0
+    told = capsys.readouterr()
+    assert "critic" in told.out
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["critic.path=nowhere"], ["critic.path", "algorithm.advantage=gae"]),
+        ([*GAE, "critic.path=nowhere"], ["critic.path=nowhere", "there is no model folder"]),
+        ([*GAE, "algorithm.loss=gspo"], ["algorithm.loss", "a loss by token"]),
+        ([*GAE, "algorithm.credit=state"], ["algorithm.advantage", "grpo or dr_grpo or rloo"]),
+        ([*GAE, "algorithm.lam=1.5"], ["algorithm.lam", "[0, 1]"]),
+        ([*GAE, "critic.warmup_until=2"], ["critic.warmup_until", "at most 1"]),
+        (
+            [*GAE, "batch.group_size=1", "algorithm.dynamic_sampling=true", "train.pass_k=0"],
+            ["batch.group_size", "algorithm.dynamic_sampling"],
+        ),
+        ([*GAE, "critic.shared=true"], ["critic.shared", "its own, never the policy's"]),
+    ],
+)
+def test_wrong_settings_of_a_critic_are_one_error(workshop, capsys, words, parts):
+    assert cli.main(workshop.words("refused", *words)) == cli.USAGE_EXIT_CODE
+    text = capsys.readouterr().err
+    assert all(part in text for part in parts), text
+    assert not (workshop.runs / "refused").exists()
+
+
+def test_a_critic_of_another_architecture_or_vocabulary_is_refused(workshop, tmp_path, capsys):
+    deeper = write_like(tmp_path / "deeper", num_hidden_layers=2)
+    family = write_like(tmp_path / "family", "llama2")
+    for other, difference in ((deeper, "num_layers 2 for 1"), (family, "qk_norm False for True")):
+        assert cli.main(workshop.words("other", *GAE, f"critic.path={other}")) == 2
+        text = capsys.readouterr().err
+        assert "its layers are not those of the model" in text and difference in text
+    words = write_like(tmp_path / "words", style="llama3")
+    assert cli.main(workshop.words("other", *GAE, f"critic.path={words}")) == 2
+    assert "its vocabulary is not that of the model" in capsys.readouterr().err
+    assert not (workshop.runs / "other").exists()
+
+
+def test_settings_that_nothing_reads_are_warned_of(workshop, capsys):
+    assert cli.main([*workshop.words("dry", "critic.lam=0.5"), "--dry-run"]) == 0
+    assert "critic.lam=0.5 has no effect" in capsys.readouterr().out
+    words = [*GAE, "critic.warmup_until=0.5", "critic.warmup_steps=0"]
+    assert cli.main([*workshop.words("dry", *words), "--dry-run"]) == 0
+    assert "has no effect without critic.warmup_steps" in capsys.readouterr().out

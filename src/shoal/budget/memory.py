@@ -404,11 +404,11 @@ def teacher_update_bytes(
     return head + MAX_IN_FLIGHT * tokens * of_a_token
 
 
-DELTA_NET_ARRAYS = {"cpu": 68, "gpu": 30, "tpu": 29}
+DELTA_NET_ARRAYS = {"cpu": 44, "gpu": 30, "tpu": 29}
 """So many float32 arrays as wide as a delta net's values are on a device while its layer is
 computed backward, with the MLP beside it, by platform. By the compilers' account of heads of 128
-the delta net alone has 22 on an H200 and 23 on a v6e, in bfloat16, and 34 on a CPU, in float32; on
-a CPU a narrow model has 66 with all else."""
+the delta net alone has 22 on an H200 and 23 on a v6e, in bfloat16, and 10 on a CPU, in float32,
+where a narrow model has 43 with all else."""
 
 
 def _passing_bytes(a: Architecture, role: Role, itemsize: int) -> float:

@@ -418,16 +418,31 @@ def _through_chunks(
     of a head stand below each other, in the order of `_History.states`. Returns (out[n, R, h, g, c,
     dv] in the type of q and k, the last state).
 
-    Only what needs the state before a chunk is computed in the scan, by few operations: each is
-    small, and waits for the one before. All else is computed for all chunks together, and again in
-    the backward pass, which finds the states before each chunk stored."""
-    # If the layer as a whole is computed again, both are, and a compiler may join them.
+    Only what needs the state before a chunk is computed chunk after chunk, by few operations: each
+    is small, and waits for the one before. All else is computed for all chunks together, and again
+    in the backward pass. On a CPU, where a chunk's arrays stay in its caches and those of all
+    chunks do not, all is computed chunk after chunk."""
+
+    # If the layer as a whole is computed again, so are these, and a compiler may join them.
     again = partial(jax.checkpoint, prevent_cse=False)
-    prepare = again(jax.vmap(partial(_prepare, INVERTED_AT_ONCE[platform])))
-    prepared = prepare(tokens, history)
-    last, states, replaced = _through_states(state, tokens.v, tokens.beta, prepared.of_states)
-    out = again(jax.vmap(_outputs))(prepared, states, replaced)
-    return out, last
+    is_whole = platform != "cpu"
+    prepare = jax.vmap(partial(_prepare, INVERTED_AT_ONCE[platform]))
+    prepare = again(prepare) if is_whole else prepare
+    outputs = again(jax.vmap(_outputs)) if is_whole else jax.vmap(_outputs)
+
+    def compute(state: jax.Array, chunks: tuple[_Tokens, _History]) -> tuple[jax.Array, jax.Array]:
+        """Computes some chunks: (states before them, the chunks) -> (states after them, out)."""
+        tokens, history = chunks
+        prepared = prepare(tokens, history)
+        last, states, replaced = _through_states(state, tokens.v, tokens.beta, prepared.of_states)
+        return last, outputs(prepared, states, replaced)
+
+    if is_whole:
+        last, out = compute(state, (tokens, history))
+        return out, last
+    single = jax.tree.map(lambda x: x[:, None], (tokens, history))
+    last, out = jax.lax.scan(again(compute), state, single)
+    return out[:, 0], last
 
 
 def _prepare(at_once: int, tokens: _Tokens, history: _History) -> _Prepared:

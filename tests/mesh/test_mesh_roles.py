@@ -377,6 +377,8 @@ def test_all_roles_are_on_the_devices_of_the_trainer():
         ("llama3.1-8b", tpu("v6e", 2, 4), {}, 0),
         ("llama3.1-8b", tpu("v6e", 1, 1), {"quantised": "int8"}, 1),
         ("llama3.1-8b", gpu("h200", 1, 1), {}, 1),
+        # Experts' kernels read whole arrays.
+        ("qwen3-30b-a3b", tpu("v6e", 2, 4), {}, 1),
     ],
 )
 def test_a_tpus_sampler_is_given_large_matrices_in_pieces(name, devices, changes, pieces):

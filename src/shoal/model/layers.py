@@ -51,11 +51,15 @@ def ffn_chunks(a: Architecture, role: Role, dtype: Any) -> int:
         # Quantised arrays are made for the sampler alone. A part of a matrix of 8 bits is not
         # copied ahead.
         return 1
+    if a.experts is not None:
+        # The kernels that multiply experts read whole arrays: of stacked ones XLA copies all layers
+        # out before the loop over tokens, which takes as much memory as the experts once more.
+        return 1
     itemsize = jnp.dtype(dtype).itemsize
     widths = set()
     for block in stacked_blocks(param_specs(a).blocks):
-        # One array [n, F, D]: not quantised, without a bias, and without experts beside it.
-        is_one_matrix = isinstance(block.down, ParamSpec) and block.experts is None
+        # One array [n, F, D]: not quantised, and without a bias.
+        is_one_matrix = isinstance(block.down, ParamSpec)
         # An adapter may be on other matrices alone.
         if not is_one_matrix or a.adapter or itemsize != 2:
             return 0

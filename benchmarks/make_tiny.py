@@ -373,7 +373,7 @@ def small_architecture(recipe: Recipe, vocabulary: int) -> Architecture:
     delta_net = Layer(mixer="delta_net", feed_forward="experts")
     return replace(
         dense,
-        layers=(delta_net, delta_net, delta_net, Layer(feed_forward="experts")),
+        pattern=(delta_net, delta_net, delta_net, Layer(feed_forward="experts")),
         delta_net=DeltaNet(
             num_key_heads=recipe.heads // 2,
             num_value_heads=recipe.heads,

@@ -130,13 +130,13 @@ class Trial:
             each = shape.intermediate_size // shape.chosen
             self.architecture = replace(
                 self.architecture,
-                layers=(Layer(feed_forward="experts"),),
+                pattern=(Layer(feed_forward="experts"),),
                 experts=Experts(shape.experts, shape.chosen, each),
             )
         if shape.delta_nets:
             self.architecture = replace(
                 self.architecture,
-                layers=(Layer(mixer="delta_net"),),
+                pattern=(Layer(mixer="delta_net"),),
                 delta_net=DeltaNet(4, 8, 128, 128, 4),
             )
         if rank:

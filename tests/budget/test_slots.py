@@ -287,7 +287,7 @@ def test_what_an_update_stores_is_counted_by_kind_of_layer():
     # Two of six experts, whose outputs are summed; the router, and the expert of every token.
     moe = replace(
         QWEN3,
-        layers=(Layer(feed_forward="experts"),),
+        pattern=(Layer(feed_forward="experts"),),
         experts=Experts(6, 2, intermediate_size=10, shared_size=12),
     )
     experts = 2 * 2 * 10 + 6 + (2 * 12 + wide) + 1
@@ -307,7 +307,7 @@ def test_the_memory_of_a_delta_net_is_that_of_the_compiled_update():
     """It was counted as twice what a GPU needs. Here, on a CPU: an eighth of the widths of
     Qwen3.5's 4B, beside what layers store, from the difference of two lengths."""
     a = Architecture(
-        64, 320, 1152, 2, 2, 1, 64, layers=(DELTA_NET,), delta_net=DeltaNet(2, 4, 128, 128)
+        64, 320, 1152, 2, 2, 1, 64, pattern=(DELTA_NET,), delta_net=DeltaNet(2, 4, 128, 128)
     )
     model = Model(a, roles().trainer, remat="full")
     parameters = jax.eval_shape(lambda: initialise(a, 0, model.role))
@@ -334,7 +334,7 @@ def test_the_memory_of_a_delta_net_is_that_of_the_compiled_update():
 def test_devices_that_share_experts_hold_and_compute_their_part():
     """They gather no experts but all tokens, and keep nothing of the products of experts."""
     wide, inner, tokens, itemsize = 32, 10, 100, 4
-    moe = replace(QWEN3, layers=(Layer(feed_forward="experts"),), experts=Experts(6, 2, inner))
+    moe = replace(QWEN3, pattern=(Layer(feed_forward="experts"),), experts=Experts(6, 2, inner))
     gathering, sharing = roles(fsdp=2).trainer, roles(expert=2).trainer
     held = [
         bytes_per_device(param_shapes(param_specs(moe), role, jnp.float32))
@@ -354,7 +354,7 @@ def test_devices_that_share_experts_hold_and_compute_their_part():
 
 def test_the_parameters_of_a_token_are_those_of_its_experts():
     moe = replace(
-        QWEN3, layers=(Layer(feed_forward="experts"),), experts=Experts(6, 2, intermediate_size=10)
+        QWEN3, pattern=(Layer(feed_forward="experts"),), experts=Experts(6, 2, intermediate_size=10)
     )
     unused = 4 * (6 - 2) * 3 * 32 * 10
     assert parameter_count(moe) - active_parameter_count(moe) == unused
@@ -394,7 +394,7 @@ def test_a_mean_length_is_planned_for_a_window_that_no_sequence_exceeds(monkeypa
     base = replace(MODEL.architecture, head_dim=64)
 
     def plan(window: int) -> SlotPlan:
-        a = replace(base, layers=(Layer(window=window),))
+        a = replace(base, pattern=(Layer(window=window),))
         return plan_slots(asked, replace(MODEL, architecture=a), 64, 8, 64)
 
     assert plan(longest) == plan(0)

@@ -80,7 +80,7 @@ KEYS_OF_OTHERS = replace(
     SHARED_KEYS,
     layer_embedding_size=0,
     num_layers=4,
-    layers=(LOCAL, WIDE, replace(LOCAL, keys_of=0), replace(WIDE, keys_of=1)),
+    pattern=(LOCAL, WIDE, replace(LOCAL, keys_of=0), replace(WIDE, keys_of=1)),
 )
 
 
@@ -211,7 +211,7 @@ def test_sinks_and_windows_are_split_too(mesh, a):
 STATES = replace(
     HYBRID,
     num_layers=2,
-    layers=(DELTA_NET, Layer()),
+    pattern=(DELTA_NET, Layer()),
     delta_net=DeltaNet(num_key_heads=4, num_value_heads=8, key_dim=16, value_dim=16),
 )
 
@@ -226,7 +226,7 @@ def test_states_are_those_of_one_device(mesh):
 @pytest.mark.slow
 def test_a_device_of_tensor_computes_the_states_of_its_own_heads():
     """Read from the compiled update, of a model whose recurrence is most of its work."""
-    a = replace(STATES, num_layers=1, layers=(DELTA_NET,))
+    a = replace(STATES, num_layers=1, pattern=(DELTA_NET,))
     flops = {}
     for tensor in (1, 4):
         one = learner(a, where=roles(1, 1, tensor))
@@ -242,7 +242,7 @@ def test_a_device_of_tensor_computes_the_states_of_its_own_heads():
 MOE = replace(
     SMALL,
     num_layers=3,
-    layers=(Layer(feed_forward="experts"), Layer(), Layer(feed_forward="experts")),
+    pattern=(Layer(feed_forward="experts"), Layer(), Layer(feed_forward="experts")),
     experts=Experts(4, 2, intermediate_size=24, shared_size=16),
 )
 MOE_ADAPTER = replace(MOE, adapter=Adapter(4, 8.0, ("q_proj", *EXPERT_PRODUCTS)))
@@ -810,33 +810,33 @@ def test_sizes_that_do_not_divide_the_devices_are_refused(section, message):
         # of other kinds of layers
         (
             (1, 1, 4),
-            {"layers": (Layer(), Layer(num_kv_heads=3))},
+            {"pattern": (Layer(), Layer(num_kv_heads=3))},
             "mesh.tensor=4 neither divides the model's num_key_value_heads=3 nor is a multiple of "
             "it; use 1$",
         ),
         (
             (1, 1, 4),
-            {"layers": (Layer(), Layer(intermediate_size=90))},
+            {"pattern": (Layer(), Layer(intermediate_size=90))},
             "mesh.tensor=4 does not divide the model's intermediate_size=90; use 1 or 2",
         ),
         (
             (1, 1, 4),
-            {"layers": (DELTA_NET, Layer()), "delta_net": DeltaNet(2, 4, 8, 8)},
+            {"pattern": (DELTA_NET, Layer()), "delta_net": DeltaNet(2, 4, 8, 8)},
             "mesh.tensor=4 does not divide the model's linear_num_key_heads=2; use 1 or 2",
         ),
         (
             (1, 1, 4),
-            {"layers": (DELTA_NET, Layer()), "delta_net": DeltaNet(4, 6, 8, 8)},
+            {"pattern": (DELTA_NET, Layer()), "delta_net": DeltaNet(4, 6, 8, 8)},
             "mesh.tensor=4 does not divide the model's linear_num_value_heads=6; use 1 or 2",
         ),
         (
             (1, 1, 1, 2),
-            {"layers": (DELTA_NET, Layer()), "delta_net": DeltaNet(2, 4, 8, 8)},
+            {"pattern": (DELTA_NET, Layer()), "delta_net": DeltaNet(2, 4, 8, 8)},
             "mesh.context=2: a row cannot be split over devices in a model with linear attention",
         ),
         (
             (1, 1, 1, 1, 4),
-            {"layers": (Layer(feed_forward="experts"),), "experts": Experts(6, 2, 24)},
+            {"pattern": (Layer(feed_forward="experts"),), "experts": Experts(6, 2, 24)},
             "mesh.expert=4 does not divide the model's num_experts=6; use 1 or 2",
         ),
         (

@@ -390,7 +390,7 @@ def test_another_scale_of_scores_costs_no_kernel(platform, monkeypatch):
 def test_a_window_that_hides_no_key_costs_no_kernel(platform, monkeypatch):
     """Mistral 7B's, with prompts and completions of 4,096 tokens together."""
     monkeypatch.setattr(Role, "platform", platform)
-    a = replace(QWEN3, head_dim=64, layers=(Layer(window=4096),))
+    a = replace(QWEN3, head_dim=64, pattern=(Layer(window=4096),))
     model = Model(a, roles().trainer)
     assert attention_kind(model, 1, 4096) == "pallas"
     assert attention_kind(model, 1, 4352) != "pallas"
@@ -415,7 +415,7 @@ def test_a_window_that_hides_no_key_changes_no_log_prob(longest_sequence):
     parameters = random_parameters(QWEN3)
     window = longest_sequence or batch.tokens.shape[1]
     found = []
-    for a in (QWEN3, replace(QWEN3, layers=(Layer(window=window),))):
+    for a in (QWEN3, replace(QWEN3, pattern=(Layer(window=window),))):
         one = learner(a, longest_sequence=longest_sequence)
         found.append(np.asarray(one.score(parameters, batch)))
     np.testing.assert_array_equal(*found)
@@ -423,7 +423,7 @@ def test_a_window_that_hides_no_key_changes_no_log_prob(longest_sequence):
 
 def test_a_sequence_longer_than_a_window_that_is_left_out_is_an_error():
     (batch,) = batches(random_groups(QWEN3, 3, 4, 16, 16))
-    local = replace(QWEN3, layers=(Layer(window=31), Layer(window=64)))
+    local = replace(QWEN3, pattern=(Layer(window=31), Layer(window=64)))
     model = Model(local, roles().trainer)
     check_lengths(model, batch)
     check_lengths(replace(model, longest_sequence=32), batch)

@@ -314,7 +314,7 @@ def test_the_kernels_of_decoding_compute_a_step(kernel, dtype, monkeypatch):
 
 def test_the_kernels_of_decoding_are_used_where_they_can_compute_the_heads(monkeypatch):
     sizes = DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=128, value_dim=64)
-    a = replace(QWEN3, layers=(Layer("delta_net"),), delta_net=sizes)
+    a = replace(QWEN3, pattern=(Layer("delta_net"),), delta_net=sizes)
     model = Model(a, roles(1, 1, 1).sampler)
     wide = replace(model, architecture=replace(a, delta_net=replace(sizes, value_dim=256)))
     found = {}
@@ -333,7 +333,7 @@ def test_on_several_devices_each_steps_its_heads(platform, kernel, monkeypatch):
     monkeypatch.setattr(kernel, "step_by_kernel", partial(kernel.step_by_kernel, interpret=True))
     side = 128 if platform == "tpu" else 16
     sizes = DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=side, value_dim=side)
-    a = replace(QWEN3, layers=(Layer("delta_net"),), delta_net=sizes)
+    a = replace(QWEN3, pattern=(Layer("delta_net"),), delta_net=sizes)
     rng = np.random.default_rng(10)
     shapes = (2, side), (2, side), (4, side), (4,), (4,), (4, side, side)
     q, k, v, decay, beta, state = (

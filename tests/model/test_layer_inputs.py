@@ -15,7 +15,7 @@ from shoal.model.layers import by_layer
 from shoal.model.transformer import Model, layer_embeddings, through_layers
 
 LOCAL, WHOLE = Layer(window=4), Layer()
-SEVERAL_GROUPS = replace(LLAMA2, num_layers=7, layers=(LOCAL, LOCAL, WHOLE))
+SEVERAL_GROUPS = replace(LLAMA2, num_layers=7, pattern=(LOCAL, LOCAL, WHOLE))
 """Two repetitions of the pattern, and a layer by itself."""
 
 
@@ -42,7 +42,7 @@ def test_each_layer_gets_its_own_inputs_in_a_scan_and_one_after_the_other():
 def test_a_layer_gets_what_the_one_left_whose_keys_it_reads():
     """Others leave nothing: a scan would keep the keys of all layers of a stack."""
     shared = (replace(LOCAL, keys_of=4), replace(WHOLE, keys_of=2), replace(LOCAL, keys_of=4))
-    a = replace(SEVERAL_GROUPS, num_layers=8, layers=(LOCAL, LOCAL, WHOLE, LOCAL, LOCAL, *shared))
+    a = replace(SEVERAL_GROUPS, num_layers=8, pattern=(LOCAL, LOCAL, WHOLE, LOCAL, LOCAL, *shared))
     model = Model(a, roles().trainer)
     blocks = random_parameters(a).blocks
     numbers = LayerInputs(jnp.arange(8.0))

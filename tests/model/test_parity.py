@@ -91,11 +91,11 @@ def without(part: str, a: Architecture, p: Parameters) -> tuple[Architecture, Pa
 
 
 def without_windows(a: Architecture) -> Architecture:
-    return replace(a, layers=tuple(replace(layer, window=0) for layer in a.layers))
+    return replace(a, pattern=tuple(replace(layer, window=0) for layer in a.pattern))
 
 
 def without_own_rotary(a: Architecture) -> Architecture:
-    return replace(a, layers=tuple(replace(layer, rotary=None) for layer in a.layers))
+    return replace(a, pattern=tuple(replace(layer, rotary=None) for layer in a.pattern))
 
 
 CHANGES: dict[str, Callable[[Architecture], Architecture]] = {

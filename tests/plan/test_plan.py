@@ -371,7 +371,7 @@ def test_of_a_deep_model_whole_patterns_are_compiled():
     local, whole = Layer(window=16), Layer()
     shared = replace(local, keys_of=10)
     kinds = (*(local, local, whole) * 4, shared, shared, replace(whole, keys_of=11))
-    sharing = replace(SMALL, num_layers=15, layers=kinds)
+    sharing = replace(SMALL, num_layers=15, pattern=kinds)
     few = sharing.shortened(9)
     assert few.layers_in_order[:6] == kinds[:6] and few.num_layers == 9
     assert [layer.keys_of for layer in few.layers_in_order[6:]] == [4, 4, 5]
@@ -406,7 +406,7 @@ def test_a_piece_of_a_prompt_reads_what_each_layers_window_reaches():
     """A window of 128 keys reaches 127 before a token: with them a block of queries reads itself
     and the blocks before it in which they stand."""
     model = Model(
-        replace(QWEN3, num_layers=2, layers=(Layer(window=128), Layer())), roles().sampler
+        replace(QWEN3, num_layers=2, pattern=(Layer(window=128), Layer())), roles().sampler
     )
     sampling = SamplingSection(max_prompt_tokens=4096, max_completion_tokens=32)
     job: Any = SimpleNamespace(
@@ -425,7 +425,7 @@ def test_loops_over_keys_are_those_of_each_kind_of_layer():
     """On four devices two share a head of the kind with two heads, none one of the kind with
     four: 600 keys are blocks of 128, 300 too."""
     kinds = (Layer(num_kv_heads=2), Layer(num_kv_heads=4))
-    model = Model(replace(QWEN3, layers=kinds), roles(tensor=4).sampler)
+    model = Model(replace(QWEN3, pattern=kinds), roles(tensor=4).sampler)
     sampling = SamplingSection(max_prompt_tokens=600, max_completion_tokens=32)
     job: Any = SimpleNamespace(config=SimpleNamespace(sampling=sampling))
     blocks = [PlannedJob._decode_blocks(job, model, layer) for layer in kinds]
@@ -435,7 +435,7 @@ def test_loops_over_keys_are_those_of_each_kind_of_layer():
 @pytest.mark.slow
 @pytest.mark.parametrize("a", [HYBRID, WINDOWED], ids=["hybrid", "windowed"])
 def test_decoding_of_whole_patterns_gives_that_of_more(planned_of, a):
-    deep = replace(a, num_layers=a.num_layers + 2 * len(a.layers))
+    deep = replace(a, num_layers=a.num_layers + 2 * len(a.pattern))
     few = shallow_layers(deep)
     first, second, whole = (analyse(planned_of(deep, n), "decode") for n in (*few, 0))
     assert (first.layers, second.layers) == few
@@ -961,7 +961,7 @@ def test_the_floor_of_decoding_leaves_out_experts_that_no_token_has(tmp_path, pl
     a = replace(
         QWEN3,
         num_layers=2,
-        layers=(Layer(feed_forward="experts"),),
+        pattern=(Layer(feed_forward="experts"),),
         experts=Experts(num_experts=8, experts_per_token=2, intermediate_size=24),
         model_type="qwen3_moe",
     )

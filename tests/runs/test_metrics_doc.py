@@ -238,7 +238,7 @@ def test_operations_equal_those_counted_token_by_token():
 KINDS = replace(
     SMALL,
     num_layers=7,
-    layers=(Layer(mixer="delta_net"), Layer(window=4, head_dim=10), Layer()),
+    pattern=(Layer(mixer="delta_net"), Layer(window=4, head_dim=10), Layer()),
     delta_net=DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=3, value_dim=5, conv_size=4),
 )
 

@@ -46,7 +46,7 @@ WINDOW = 24
 HYBRID = replace(
     SMALL,
     num_layers=4,
-    layers=(Layer("delta_net"), Layer(window=WINDOW), Layer("delta_net"), Layer()),
+    pattern=(Layer("delta_net"), Layer(window=WINDOW), Layer("delta_net"), Layer()),
     delta_net=DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=6),
 )
 LIMIT = 700  # more tokens than the rings have keys
@@ -189,7 +189,7 @@ def test_a_piece_reads_no_block_of_keys_that_its_window_does_not_reach(window, m
     """Counted without a compiler, which says nothing of how often a loop runs: a piece of four
     blocks of 16 tokens, after 512 and after 960 tokens."""
     layer = Layer(window=window)
-    model = Model(replace(SMALL, layers=(layer,)), roles().sampler)
+    model = Model(replace(SMALL, pattern=(layer,)), roles().sampler)
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
@@ -228,7 +228,7 @@ def test_a_context_whose_padding_exceeds_the_cache_reads_each_key_once():
     """As a feed of a few tokens does, at a completion's end: 40 real ones after 560, in a cache of
     five blocks of 128 keys."""
     layer = Layer()
-    model = Model(replace(SMALL, layers=(layer,)), roles().sampler)
+    model = Model(replace(SMALL, pattern=(layer,)), roles().sampler)
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> jax.Array:
@@ -267,17 +267,17 @@ OTHERS = {
     "embeddings of layers": replace(
         SMALL,
         num_layers=3,
-        layers=(Layer(window=9), Layer(), Layer(window=9)),
+        pattern=(Layer(window=9), Layer(), Layer(window=9)),
         layer_embedding_size=6,
     ),
     "sinks": replace(SINKS, num_layers=3),
     "gemma": GEMMA,
-    "windows alone": replace(SMALL, layers=(Layer(window=9),)),
-    "states alone": replace(HYBRID, num_layers=2, layers=(Layer("delta_net"),)),
+    "windows alone": replace(SMALL, pattern=(Layer(window=9),)),
+    "states alone": replace(HYBRID, num_layers=2, pattern=(Layer("delta_net"),)),
     "Gemma 4's small models": replace(
         SMALL,
         num_layers=7,
-        layers=(
+        pattern=(
             *(Layer(window=9), Layer(window=9), GEMMA4_FULL),
             *(Layer(window=9, keys_of=1, intermediate_size=48),) * 3,
             replace(GEMMA4_FULL, keys_of=2, intermediate_size=48),
@@ -288,7 +288,7 @@ OTHERS = {
     "Gemma 4's large models": replace(
         SMALL,
         num_layers=4,
-        layers=(Layer(window=9), replace(GEMMA4_FULL, num_kv_heads=1, values_are_keys=True)),
+        pattern=(Layer(window=9), replace(GEMMA4_FULL, num_kv_heads=1, values_are_keys=True)),
         **GEMMA4,
     ),
 }
@@ -316,7 +316,7 @@ def test_a_window_that_no_sequence_exceeds_has_the_caches_of_none(platform, monk
     base = replace(SMALL, head_dim=64)
 
     def caches(window: int) -> Any:
-        a = replace(base, layers=(Layer(window=window),))
+        a = replace(base, pattern=(Layer(window=window),))
         return (
             Engine(
                 Model(a, roles().sampler),
@@ -337,7 +337,7 @@ def test_a_window_that_no_sequence_exceeds_has_the_caches_of_none(platform, monk
 @pytest.mark.slow
 @pytest.mark.bitwise
 def test_a_window_that_no_sequence_exceeds_changes_no_bit():
-    a = replace(SMALL, layers=(Layer(window=100 + LIMIT),))
+    a = replace(SMALL, pattern=(Layer(window=100 + LIMIT),))
     same(play(engine_of(a), (0, 2)), play(engine_of(SMALL), (0, 2)))
 
 
@@ -383,7 +383,7 @@ def test_each_kind_of_layer_is_asked_for_its_pages_and_its_kernel(monkeypatch):
 MOE = replace(
     SMALL,
     num_layers=3,
-    layers=(Layer(feed_forward="experts"), Layer(), Layer(feed_forward="experts")),
+    pattern=(Layer(feed_forward="experts"), Layer(), Layer(feed_forward="experts")),
     experts=Experts(num_experts=12, experts_per_token=3, intermediate_size=20),
 )
 

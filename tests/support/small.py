@@ -41,14 +41,14 @@ QWEN3 = replace(LLAMA3, rope_scaling=None, qk_norm=True, tie_embeddings=True, mo
 DELTA_NET = Layer(mixer="delta_net")
 HYBRID = replace(
     QWEN3,
-    layers=(DELTA_NET, DELTA_NET, DELTA_NET, Layer()),
+    pattern=(DELTA_NET, DELTA_NET, DELTA_NET, Layer()),
     delta_net=DeltaNet(num_key_heads=2, num_value_heads=4, key_dim=8, value_dim=8),
     output_gate=True,
     norm="one_plus_weight",
     model_type="qwen3_5_text",
 )
 """Three gated delta nets to one layer with attention, as Qwen3.5 has them."""
-WINDOWED = replace(QWEN3, num_layers=5, layers=(Layer(window=16), Layer(window=16), Layer()))
+WINDOWED = replace(QWEN3, num_layers=5, pattern=(Layer(window=16), Layer(window=16), Layer()))
 """Two layers with a window to one without, as Gemma has them; the last layers are no whole
 pattern."""
 PLAINEST, FULLEST = LLAMA2, replace(LLAMA3, qkv_bias=True, qk_norm=True, tie_embeddings=True)
@@ -57,7 +57,7 @@ test_huggingface.py.)"""
 SINKS = replace(
     LLAMA3,
     num_layers=2,
-    layers=(Layer(window=9), Layer()),
+    pattern=(Layer(window=9), Layer()),
     qkv_bias=True,
     output_bias=True,
     norm="weight_float32",
@@ -71,7 +71,7 @@ _OF_GEMMA = Layer(window=9, rotary=Rotary(500.0))
 GEMMA = replace(
     QWEN3,
     num_layers=4,
-    layers=(_OF_GEMMA, _OF_GEMMA, Layer()),
+    pattern=(_OF_GEMMA, _OF_GEMMA, Layer()),
     rope_scaling=RopeScaling("linear", 4.0),
     activation="gelu_tanh",
     norm="one_plus_weight",
@@ -86,7 +86,7 @@ WIDE = Layer(head_dim=16, rotary=Rotary(1e6, share=0.25, over_whole_head=True))
 SHARED_KEYS = replace(
     QWEN3,
     num_layers=6,
-    layers=(
+    pattern=(
         *(LOCAL, WIDE) * 2,
         replace(LOCAL, keys_of=2, intermediate_size=128),
         replace(WIDE, keys_of=3, intermediate_size=128),

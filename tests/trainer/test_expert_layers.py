@@ -33,7 +33,7 @@ from shoal.trainer.update import _record_loads
 MOE = replace(
     LLAMA2,
     num_layers=3,
-    layers=(Layer(feed_forward="experts"), Layer(), Layer(feed_forward="experts")),
+    pattern=(Layer(feed_forward="experts"), Layer(), Layer(feed_forward="experts")),
     experts=Experts(num_experts=6, experts_per_token=2, intermediate_size=24),
 )
 

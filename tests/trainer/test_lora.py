@@ -108,7 +108,7 @@ def kernels(weights: Any) -> dict[str, Adapted]:
 
 @pytest.mark.parametrize(
     ("a", "number"),
-    [(QWEN3, 0), (HYBRID, 3), (replace(QWEN3, layers=(Layer(head_dim=4, num_kv_heads=1),)), 0)],
+    [(QWEN3, 0), (HYBRID, 3), (replace(QWEN3, pattern=(Layer(head_dim=4, num_kv_heads=1),)), 0)],
     ids=["plain", "with an output gate", "with other heads"],
 )
 def test_joined_products_are_the_three(a, number):

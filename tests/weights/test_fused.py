@@ -35,7 +35,7 @@ MOE = replace(
     LLAMA2,
     num_layers=3,
     qk_norm=True,
-    layers=(Layer(feed_forward="experts"), Layer(), Layer(feed_forward="experts")),
+    pattern=(Layer(feed_forward="experts"), Layer(), Layer(feed_forward="experts")),
     experts=EXPERTS,
 )
 INTERLEAVED = replace(
@@ -194,7 +194,7 @@ def test_experts_have_an_adapter_where_a_target_says_so(targets, chosen):
 
 
 def test_a_shared_experts_gate_is_a_linear_module():
-    a = replace(MOE, layers=MOE.layers[:1], experts=replace(EXPERTS, shared_size=8))
+    a = replace(MOE, pattern=MOE.pattern[:1], experts=replace(EXPERTS, shared_size=8))
     adapter = make_adapter(a, 2, 4.0, ["all-linear"], False)
     assert "shared_expert_gate" in adapter.targets
     adapted_gate = param_specs(replace(a, adapter=adapter, quantised="int8"))

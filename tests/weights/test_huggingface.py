@@ -363,7 +363,7 @@ def test_a_switch_that_is_off_is_accepted(tmp_path):
 
 def test_windows_of_each_family(tmp_path):
     def layers(family: str = "qwen3", **changes) -> tuple[Layer, ...]:
-        return architecture_of(config_folder(tmp_path, family, **changes)).layers
+        return architecture_of(config_folder(tmp_path, family, **changes)).pattern
 
     window, full = Layer(window=16), Layer()
     switched_on = {"sliding_window": 16, "use_sliding_window": True}
@@ -411,7 +411,7 @@ def test_gemma_3_in_every_form(tmp_path, changes):
         (tmp_path / "config.json").write_text(json.dumps(config))
         a = architecture_of(tmp_path)
         local = Layer(window=16, rotary=Rotary(5e3))
-        assert a.layers == (local, local, Layer())
+        assert a.pattern == (local, local, Layer())
         assert a.rotary_of(Layer()) == Rotary(1e6, RopeScaling("linear", 8.0))
         # scaling has no part in it
         assert a.max_positions == 131072
@@ -457,7 +457,7 @@ def test_values_are_keys_in_gemma_4_where_the_file_says_so(tmp_path):
     changes = {"attention_k_eq_v": True, "num_global_key_value_heads": 2, "num_kv_shared_layers": 0}
     (tmp_path / "config.json").write_text(json.dumps({**GEMMA4, **changes}))
     a = architecture_of(tmp_path)
-    assert a.layers == (GEMMA4_LOCAL, replace(GEMMA4_FULL, num_kv_heads=2, values_are_keys=True))
+    assert a.pattern == (GEMMA4_LOCAL, replace(GEMMA4_FULL, num_kv_heads=2, values_are_keys=True))
     assert config_of(a)["num_global_key_value_heads"] == 2
 
 
@@ -467,7 +467,7 @@ def test_experts_stand_beside_the_mlp_in_gemma_4_where_the_file_says_so(tmp_path
         config = {**GEMMA4, **sizes, "enable_moe_block": is_on}
         (tmp_path / "config.json").write_text(json.dumps(config))
         a = architecture_of(tmp_path)
-        assert {layer.feed_forward for layer in a.layers} == {"mlp+experts" if is_on else "mlp"}
+        assert {layer.feed_forward for layer in a.pattern} == {"mlp+experts" if is_on else "mlp"}
         assert a.experts == (Experts(8, 3, 24) if is_on else None)
         (tmp_path / "config.json").write_text(json.dumps(config_of(a)))
         assert architecture_of(tmp_path) == a

@@ -44,7 +44,7 @@ ONE_KIND = Architecture(
     head_dim=4,
     tie_embeddings=True,
 )
-WINDOWS = replace(ONE_KIND, layers=(Layer(window=4), Layer(window=4), Layer()))
+WINDOWS = replace(ONE_KIND, pattern=(Layer(window=4), Layer(window=4), Layer()))
 """In stacks of the layers (0, 1), (2,) and (3, 4)."""
 STACKINGS: dict[str, StackLayers] = {
     "each layer alone": ((0,), (1,), (2,), (3,), (4,)),

@@ -166,8 +166,8 @@ class Architecture:
     qk_norm: bool = False
     # None, or an adapter, which is then the only part that is trained
     adapter: Adapter | None = None
-    # The pattern of layers, which repeats: layer i is of kind layers[i % len(layers)].
-    layers: tuple[Layer, ...] = (Layer(),)
+    # The pattern of layers, which repeats: layer i is of kind pattern[i % len(pattern)].
+    pattern: tuple[Layer, ...] = (Layer(),)
     # Part of a head's dimensions that is rotated, see `Rotary`.
     rotary_share: float = 1.0
     # Sizes of the layers of these kinds, if the pattern has any.
@@ -214,7 +214,7 @@ class Architecture:
 
     def layer(self, number: int) -> Layer:
         """Returns the kind of the layer with this number."""
-        return self.layers[number % len(self.layers)]
+        return self.pattern[number % len(self.pattern)]
 
     def rotary_of(self, layer: Layer) -> Rotary:
         """Returns the rotary positions of a kind of layer."""
@@ -354,7 +354,7 @@ class Architecture:
         shorter = replace(self, num_layers=num_layers)
         if shorter.layers_in_order == tuple(kinds):
             return shorter
-        return replace(shorter, layers=tuple(kinds))
+        return replace(shorter, pattern=tuple(kinds))
 
     @property
     def base(self) -> Architecture:

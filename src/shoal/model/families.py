@@ -36,7 +36,7 @@ from shoal.records import ShoalError
 
 def repeating(kinds: Sequence[Layer]) -> tuple[Layer, ...]:
     """Returns the shortest pattern of layers that gives these kinds, one a layer, when it is
-    repeated: `Architecture.layers`. The last repetition may be a part."""
+    repeated: `Architecture.pattern`. The last repetition may be a part."""
     for length in range(1, len(kinds)):
         if all(kind == kinds[number % length] for number, kind in enumerate(kinds)):
             return tuple(kinds[:length])
@@ -154,7 +154,7 @@ LLAMA = Family("LlamaForCausalLM", _llama, _llama_entries)
 def _mistral(entries: Entries, common: Architecture) -> Architecture:
     """Adds what Mistral has: a window on all layers, or on none if the entry is null."""
     window = entries.size("sliding_window") if entries.is_set("sliding_window") else 0
-    return replace(common, layers=(Layer(window=window),))
+    return replace(common, pattern=(Layer(window=window),))
 
 
 def _mistral_entries(a: Architecture) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _qwen_windows(entries: Entries, common: Architecture) -> Architecture:
             f"{entries.title('layer_types')} has sliding_attention; expected use_sliding_window "
             "and sliding_window, too."
         )
-    return replace(common, layers=window_layers(types, Layer(window=window), Layer()))
+    return replace(common, pattern=window_layers(types, Layer(window=window), Layer()))
 
 
 def _qwen_window_entries(a: Architecture) -> dict[str, Any]:
@@ -250,7 +250,7 @@ def _qwen3_5(entries: Entries, common: Architecture) -> Architecture:
     kinds = [Layer() if kind == "full_attention" else _DELTA_NET for kind in types]
     return replace(
         _attention_bias(entries, common),
-        layers=repeating(kinds),
+        pattern=repeating(kinds),
         delta_net=DeltaNet(
             num_key_heads=entries.size("linear_num_key_heads", MOST_HEADS),
             num_value_heads=entries.size("linear_num_value_heads", MOST_HEADS),
@@ -321,7 +321,7 @@ def _gemma3(entries: Entries, common: Architecture) -> Architecture:
     query_scale = float(entries.number("query_pre_attn_scalar", least=1e-9)) ** -0.5
     return replace(
         _attention_bias(entries, common),
-        layers=window_layers(types, window, Layer()),
+        pattern=window_layers(types, window, Layer()),
         qk_norm=True,
         norm="one_plus_weight",
         post_norms=True,
@@ -441,7 +441,7 @@ def _qwen3_moe(entries: Entries, common: Architecture) -> Architecture:
     for number in range(a.num_layers):
         has_experts = experts and number not in without_experts and (number + 1) % step == 0
         kinds.append(Layer(window=window, feed_forward="experts" if has_experts else "mlp"))
-    return replace(a, layers=repeating(kinds), experts=experts)
+    return replace(a, pattern=repeating(kinds), experts=experts)
 
 
 def _qwen3_moe_entries(a: Architecture) -> dict[str, Any]:
@@ -484,8 +484,8 @@ def _qwen3_5_moe(entries: Entries, common: Architecture) -> Architecture:
     if experts is None:
         raise ShoalError(f"{entries.title('num_experts')} is 0; expected 1 or more.")
     shared_size = entries.size("shared_expert_intermediate_size")
-    kinds = [replace(layer, feed_forward="experts") for layer in a.layers]
-    return replace(a, layers=tuple(kinds), experts=replace(experts, shared_size=shared_size))
+    kinds = [replace(layer, feed_forward="experts") for layer in a.pattern]
+    return replace(a, pattern=tuple(kinds), experts=replace(experts, shared_size=shared_size))
 
 
 def _qwen3_5_moe_entries(a: Architecture) -> dict[str, Any]:
@@ -526,7 +526,7 @@ def _gpt_oss(entries: Entries, common: Architecture) -> Architecture:
     window = replace(full, window=entries.size("sliding_window"))
     return replace(
         _attention_bias(entries, common),
-        layers=window_layers(types, window, full),
+        pattern=window_layers(types, window, full),
         experts=replace(experts, router_bias=True, bias=True),
         activation="clamped_swiglu",
         norm="weight_float32",
@@ -583,8 +583,8 @@ def _mixtral(entries: Entries, common: Architecture) -> Architecture:
     experts = experts_of(entries, normalise=True, width="intermediate_size")
     if experts is None:
         raise ShoalError(f"{entries.title('num_local_experts')} is 0; expected 1 or more.")
-    kinds = [replace(layer, feed_forward="experts") for layer in a.layers]
-    return replace(a, layers=tuple(kinds), experts=experts)
+    kinds = [replace(layer, feed_forward="experts") for layer in a.pattern]
+    return replace(a, pattern=tuple(kinds), experts=experts)
 
 
 def _mixtral_entries(a: Architecture) -> dict[str, Any]:
@@ -652,7 +652,7 @@ def _gemma4(entries: Entries, common: Architecture) -> Architecture:
         layers = [replace(layer, feed_forward="mlp+experts") for layer in layers]
     return replace(
         _attention_bias(entries, common),
-        layers=repeating(layers),
+        pattern=repeating(layers),
         experts=experts,
         rotary_share=1.0,  # each kind of layer has its own
         qk_norm=True,

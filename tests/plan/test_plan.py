@@ -44,7 +44,7 @@ from shoal.budget.budget import (
     phase_of,
     verdict,
 )
-from shoal.budget.memory import AvailableMemory, parameter_count
+from shoal.budget.memory import AvailableMemory, bytes_per_device, parameter_count
 from shoal.commands import plan
 from shoal.config.commands import PlanConfig
 from shoal.config.key import build, get_value, keys_of
@@ -128,6 +128,28 @@ def bytes_of(tree: Any) -> int:
         for shard in leaf.addressable_shards
         if shard.device == first
     )
+
+
+@pytest.mark.slow
+def test_a_critic_is_held_and_its_programs_are_the_runs(model, planned):
+    mesh = MeshSection(trainer="1")
+    algorithm = AlgorithmSection(advantage="gae", num_minibatches=2)
+    job = planned(
+        Config(model=model, mesh=mesh, sampling=SAMPLING, batch=BATCH, algorithm=algorithm)
+    )
+    critic = job.job.critic
+    budget = job.budget()
+    held = {item.part: item.bytes for item in budget.items_of("trainer", "always")}
+    shapes = critic.learner.shapes()
+    assert held["critic"] == bytes_per_device(shapes.trainable)
+    assert held["critic's moments"] == 2 * held["critic"]
+    planned_programs = job.programs()
+    for name in ("score", "accumulate", "apply"):
+        of_critic = planned_programs[f"{name} critic"]
+        assert of_critic.runs == planned_programs[name].runs
+        assert of_critic.program is critic.learner.programs[name]
+        # The arguments are those that the program takes.
+        of_critic.program.lower(*of_critic.args, **of_critic.kwargs)
 
 
 @pytest.mark.slow

@@ -225,7 +225,8 @@ def test_states_are_those_of_one_device(mesh):
 
 @pytest.mark.slow
 def test_a_device_of_tensor_computes_the_states_of_its_own_heads():
-    """Read from the compiled update, of a model whose recurrence is most of its work."""
+    """Read from the compiled update, of a model whose recurrence is most of its work. XLA found
+    this split before `_by_head` asked for it."""
     a = replace(STATES, num_layers=1, pattern=(DELTA_NET,))
     flops = {}
     for tensor in (1, 4):

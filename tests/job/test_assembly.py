@@ -760,7 +760,7 @@ def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
                 "a finite number, or one a turn; None",
             ),
         ),
-        ("number", ("'number' tried on known answers returned 1.0", "data row ", "25 were given")),
+        ("number", ("'number' tried on known answers returned 1.0", "data row ", "30 were given")),
     ],
 )
 def test_a_reward_that_fails_is_named(workshop, capsys, function, words):

@@ -62,7 +62,7 @@ def test_the_table_is_whole():
     assert len(METRICS) == len(_TABLE.strip().splitlines())  # no name twice
     for name, row in METRICS.items():
         assert row.name == name and row.unit and row.meaning
-        assert re.fullmatch(r"[a-z_]+(/[a-z_]+)?(/\{(function|name|age|turn)\})?", name)
+        assert re.fullmatch(r"[a-z_]+(/[a-z_]+){0,2}(/\{(function|name|age|turn)\})?", name)
     assert METRICS["completions/length_max"].reduction is Reduction.MAX
     assert METRICS["version"].reduction is Reduction.LAST
 

@@ -369,11 +369,11 @@ def test_each_kind_of_layer_is_asked_for_its_pages_and_its_kernel(monkeypatch):
     }
     monkeypatch.setattr(Role, "platform", "tpu")
     layers = (Layer(head_dim=80), Layer(head_dim=64))
-    model = Model(replace(SMALL, layers=layers), roles().sampler)
+    model = Model(replace(SMALL, pattern=layers), roles().sampler)
     assert [by_pages(model, layer) for layer in layers] == [False, True]
     assert Engine(model, **sizes).pool is not None
     monkeypatch.setattr(Role, "platform", "gpu")
-    a = replace(SMALL, layers=layers[::-1])
+    a = replace(SMALL, pattern=layers[::-1])
     with pytest.raises(ShoalError, match="the model's head_dim is 80"):
         Engine(replace(model, architecture=a, attention="pallas"), **sizes)
 

@@ -93,6 +93,7 @@ RUNS = (
 )
 """Files of whole runs, side by side: most of them find the programs of the files before."""
 LONGEST = (
+    "test_families_train",
     "test_families",
     "test_mesh",
     "test_compiled_decode",

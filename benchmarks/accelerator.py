@@ -323,7 +323,7 @@ class Packed(Exception):
 def packed(trial: Trial) -> Any:
     from shoal.trainer.step import TrainState
 
-    def stop(total: Any, state: Any, batch: Any) -> Any:
+    def stop(total: Any, state: Any, batch: Any, targets: Any) -> Any:
         raise Packed(batch)
 
     original, trial.learner.accumulate = trial.learner.accumulate, stop

@@ -190,6 +190,9 @@ class FakeTrainer:
         )
         self.watch = Watch()
 
+    def first_state(self, parameters: Any, critic_parameters: Any) -> Any:
+        return self.learner.init(parameters)
+
     def update(self, state: Any, groups: Sequence[Any], step: int) -> tuple[Any, Any]:
         begin = time.perf_counter()
         time.sleep(self.update_seconds)

@@ -164,9 +164,9 @@ class Trial:
         self.learner, self.updater = job.learner, job.make_updater(None, None)
         accumulate = self.learner.accumulate
 
-        def counted(total: Any, state: Any, batch: LearnerBatch) -> Any:
+        def counted(total: Any, state: Any, batch: LearnerBatch, targets: Any = None) -> Any:
             self.computed += computed_tokens(batch)
-            return accumulate(total, state, batch)
+            return accumulate(total, state, batch, targets)
 
         self.learner.accumulate = counted
 

@@ -132,6 +132,8 @@ def test_every_step_is_filed_once_under_known_names(family):
         # own devices
         rest |= {name for name in METRICS if name.startswith(("idle/", "queue/", "fleet/", "age/"))}
         rest |= {"loss_scale", "update/overflows"}  # of float16 alone
+        rest |= {name for name in METRICS if name.startswith("critic/")}  # of PPO alone
+        rest |= {"context/nll"}  # of algorithm.context_coef alone
         # of models with experts
         rest |= {name for name in METRICS if name.startswith("experts/")}
         rest |= {"sampler_gap/logprob_mean_own_routes"}

@@ -295,10 +295,7 @@ def test_the_kernels_of_decoding_compute_a_step(kernel, dtype, monkeypatch):
     before they are used."""
     device = jax.devices()[0]
 
-    def step_kernel(_):
-        return kernel
-
-    monkeypatch.setattr(trials, "step_kernel", step_kernel)
+    monkeypatch.setattr(trials, "delta_gpu", kernel)  # that of each device but a TPU
     trials.state_fault_on.cache_clear()
     assert trials.state_fault_on(device, 32, 64, dtype, interpret=True) == ""
     right = kernel.step_by_kernel

@@ -255,7 +255,7 @@ def run(
         reference,
         ParameterScorer(learner, put(2)) if teacher else None,
         TEACHER_COEF,
-        MAX_TOKENS,
+        max_tokens=MAX_TOKENS,
     )
     _, outcome = updater.update(learner.init(put(0)), groups(), 0)
     return learner.done, outcome, updater

@@ -105,13 +105,16 @@ def shared_and_flattened(request):
     return result
 
 
-def test_a_shared_prompt_equals_the_flattened_computation(shared_and_flattened):
+def test_a_shared_prompt_equals_the_flattened_computation(shared_and_flattened, request):
+    model = request.node.callspec.params["shared_and_flattened"]
+    # Scores that are not divided by the root of head_dim are larger, and so is their rounding.
+    bound = 2e-5 if model is SHARED_KEYS else 1e-5
     batch, ((loss, lp), shared) = shared_and_flattened[0]
     flat_batch, ((flat_loss, flat_lp), flat) = shared_and_flattened[1]
     assert np.abs(own(lp, batch) - own(flat_lp, flat_batch)).max() < 1e-5
     assert abs(loss - flat_loss) < 1e-5 * max(1, abs(flat_loss))
     for ours, theirs in zip(jax.tree.leaves(shared), jax.tree.leaves(flat), strict=True):
-        assert relative(ours, theirs) < 1e-5
+        assert relative(ours, theirs) < bound
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from shoal.config.commands import ExportConfig
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import ModelSection
 from shoal.config.stored import require_given
-from shoal.files import check_new_folder, explain_write_errors, find_input
+from shoal.files import atomic_write, check_new_folder, explain_write_errors, find_input
 from shoal.mesh import Role, make_roles
 from shoal.model import adapters
 from shoal.model.architecture import Architecture
@@ -108,8 +108,8 @@ def _write(config: ExportConfig, to: Path, console: Console) -> None:
     if found is not None:
         run, step = found
         card = model_card(StoredRun(run), step, adapter_alone)
-        with explain_write_errors(to, "to"):
-            (to / CARD).write_text(card, encoding="utf-8")
+        with atomic_write(to / CARD, "to") as file:
+            file.write_text(card, encoding="utf-8")
 
 
 def _write_adapter(

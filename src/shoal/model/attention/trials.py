@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shoal.model import delta_gpu, delta_tpu
 from shoal.model.attention import decode_gpu
 from shoal.model.attention import tpu as tpu_attention
 from shoal.model.attention.decode_gpu import attend_slots
@@ -19,7 +20,6 @@ from shoal.model.attention.gpu import attend_rows, block_lists, block_size
 from shoal.model.attention.reference import attend, attend_at_once
 from shoal.model.attention.rule import Tokens
 from shoal.model.delta_net import delta_step
-from shoal.model.recurrence import step_kernel
 from shoal.model.rotary import rotate
 
 MOST_DIFFERENCE = {"bfloat16": 2e-2, "float16": 2e-2, "float32": 1e-3}
@@ -201,7 +201,8 @@ def state_fault_on(
     state = draw(2, 3, 4, key_dim, value_dim).astype(jnp.float32)
 
     def trial() -> Pairs:
-        by_kernel = partial(step_kernel(platform).step_by_kernel, interpret=interpret)
+        kernel = delta_tpu if platform == "tpu" else delta_gpu
+        by_kernel = partial(kernel.step_by_kernel, interpret=interpret)
         ours = jax.jit(by_kernel)(*tokens, state)
         exact = jax.jit(partial(delta_step, platform=platform))(*tokens, state)
         return name_results(("results of delta nets", "states"), ours, exact)

@@ -100,6 +100,7 @@ def by_definition(given: TeacherSection, batch: LearnerBatch) -> tuple[np.ndarra
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(gradient)]), float(mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

@@ -132,6 +132,7 @@ def fresh(a: Architecture) -> Architecture:
     return replace(a)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacking", STACKINGS)
 def test_a_checkpoint_is_read_in_other_stacks(tmp_path, monkeypatch, stacking):
     a = fresh(WINDOWS)

@@ -71,6 +71,10 @@ def waits_for_hub() -> bool:
     return is_offline() and asked.upper() not in ("1", "ON", "YES", "TRUE")
 
 
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+"""The form of a hub id, `owner/name`. A folder may have such a name too."""
+
+
 def from_hub(name: str, **options: Any) -> Path:
     """Downloads a model or a data set from the Hugging Face hub, unless the hub's cache on this
     machine has it, and returns its folder in that cache. `options` are those of

@@ -82,8 +82,8 @@ def test_a_group_of_one_is_judged_by_the_critic(workshop, capsys):
         assert row["groups/nonzero_std"] == 0 and row["groups/unscorable"] == 0
         assert row["advantage/abs_mean"] > 0 and row["grad_norm"] > 0
     # A critic learns from groups of one, so nothing is said of groups without variance.
-    told = capsys.readouterr()
-    assert "no group has had" not in told.out + told.err
+    printed = capsys.readouterr()
+    assert "no group has had" not in printed.out + printed.err
 
 
 @pytest.mark.slow
@@ -121,8 +121,8 @@ def test_a_step_of_ppo_is_learnt_again_from_its_stored_groups(workshop, capsys):
     run = workshop.train("ppo-replay", *GAE, "checkpoint.every=0", "steps=3")
     capsys.readouterr()
     assert cli.main(["replay", str(run), "step=3", "group=1", "json=true"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["identical"] is True and told["weights"]["updates_retrained"] == 4
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["identical"] is True and printed["weights"]["updates_retrained"] == 4
     assert cli.main(["rescore", str(run)]) == 0
     assert "new advantages are 0" in capsys.readouterr().out
 
@@ -131,8 +131,8 @@ def test_a_step_of_ppo_is_learnt_again_from_its_stored_groups(workshop, capsys):
 def test_the_doctor_counts_the_critic(workshop, capsys):
     words = workshop.words("never", *GAE)[1:]
     assert cli.main(["doctor", *words, "json=true"]) == 0
-    told = capsys.readouterr()
-    assert "critic" in told.out
+    printed = capsys.readouterr()
+    assert "critic" in printed.out
 
 
 @pytest.mark.parametrize(

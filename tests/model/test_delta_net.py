@@ -295,16 +295,15 @@ def test_the_kernels_of_decoding_compute_a_step(kernel, dtype, monkeypatch):
     before they are used."""
     device = jax.devices()[0]
 
-    monkeypatch.setattr(trials, "delta_gpu", kernel)  # that of each device but a TPU
     trials.state_fault_on.cache_clear()
-    assert trials.state_fault_on(device, 32, 64, dtype, interpret=True) == ""
+    assert trials.state_fault_on(kernel, device, 32, 64, dtype, interpret=True) == ""
     right = kernel.step_by_kernel
 
     def wrong(q, k, v, log_decay, beta, state, interpret):
         return right(q, k, v, log_decay, 1.1 * beta, state, interpret)
 
     monkeypatch.setattr(kernel, "step_by_kernel", wrong)
-    fault = trials.state_fault_on(device, 16, 32, dtype, interpret=True)
+    fault = trials.state_fault_on(kernel, device, 16, 32, dtype, interpret=True)
     trials.state_fault_on.cache_clear()
     assert "results of delta nets differ" in fault
 

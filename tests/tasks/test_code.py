@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandboxes import sandboxed
 from tiny_runs import Workshop, groups, metrics, read_lines
 
 from shoal import cli
@@ -22,13 +23,6 @@ from shoal.records import ShoalError
 from shoal.rewards.pool import RewardPool
 from shoal.tasks.code import blocks_of, case_of
 from shoal.tasks.graders import sandbox
-
-try:
-    sandbox.require_sandbox()
-    NO_SANDBOX = ""
-except ShoalError as error:
-    NO_SANDBOX = str(error)
-sandboxed = pytest.mark.skipif(bool(NO_SANDBOX), reason=NO_SANDBOX)
 
 MBPP = {
     "task_id": 1,

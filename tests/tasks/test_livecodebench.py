@@ -13,6 +13,7 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from sandboxes import sandboxed
 from scoring import score
 
 from shoal.config.merge import compose
@@ -36,13 +37,6 @@ from shoal.tasks.livecodebench import (
     with_release,
 )
 from shoal.tasks.splits import evaluating
-
-try:
-    sandbox.require_sandbox()
-    NO_SANDBOX = ""
-except ShoalError as error:
-    NO_SANDBOX = str(error)
-sandboxed = pytest.mark.skipif(bool(NO_SANDBOX), reason=NO_SANDBOX)
 
 
 def packed(value: Any, protocol: int | None = None) -> str:

@@ -313,7 +313,7 @@ def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
         }
 
 
-def with_context(group: Group, masks: list[list[int]], **changes: object) -> Group:
+def with_context(group: Group, masks: list[list[int]], **changes: Any) -> Group:
     """The group with completions of which these tokens were sampled (1) or are context (0)."""
     completions = []
     for completion, mask in zip(group.completions, masks, strict=True):
@@ -327,7 +327,7 @@ def with_context(group: Group, masks: list[list[int]], **changes: object) -> Gro
                 versions=np.zeros(size, np.int32),
             )
         )
-    return replace(group, completions=tuple(completions), **changes)  # type: ignore[arg-type]
+    return replace(group, completions=tuple(completions), **changes)
 
 
 def context_weights(a: AlgorithmSection, made: list[Group], members: list[int]) -> dict:

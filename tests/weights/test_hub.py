@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -125,6 +126,14 @@ def test_the_card_of_an_earlier_checkpoint_has_nothing_of_later_steps(run: Path,
     export(ExportConfig(source=str(run / "checkpoints" / str(earlier)), to=str(tmp_path / "model")))
     card = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
     assert "## Evaluation" not in card and "| 2 |" not in card
+
+
+def test_checkpoints_without_settings_are_exported_without_a_card(run: Path, tmp_path: Path):
+    for name in ("checkpoints", "model"):
+        shutil.copytree(run / name, tmp_path / "kept" / name)
+    export(ExportConfig(source=str(tmp_path / "kept"), to=str(tmp_path / "model")))
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert not (tmp_path / "model" / "README.md").exists()
 
 
 def test_a_dry_run_shows_the_card(run: Path, capsys: pytest.CaptureFixture[str]):

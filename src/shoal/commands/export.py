@@ -17,7 +17,7 @@ from shoal.config.commands import ExportConfig
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import ModelSection
 from shoal.config.stored import require_given
-from shoal.files import atomic_write, check_new_folder, explain_write_errors, find_input
+from shoal.files import check_new_folder, explain_write_errors, find_input
 from shoal.mesh import Role, make_roles
 from shoal.model import adapters
 from shoal.model.architecture import Architecture
@@ -25,8 +25,8 @@ from shoal.model.config_json import read_config
 from shoal.model.families import is_multimodal
 from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.runs.card import FILE as CARD
 from shoal.runs.card import model_card
+from shoal.runs.layout import is_run
 from shoal.runs.reader import StoredRun
 from shoal.text import gib
 from shoal.weights import huggingface, peft
@@ -68,16 +68,36 @@ def export(config: ExportConfig, console: Console | None = None) -> dict[str, An
     return {"to": page}
 
 
+def run_of(config: ExportConfig) -> tuple[StoredRun, int] | None:
+    """Returns the run whose weights are exported, and the number of steps they have made; None if
+    they are no run's, or of checkpoints without the run's settings."""
+    found = find_checkpoint(find_input(config.source, "from"))
+    if found is None or not is_run(found[0]):
+        return None
+    folder, step = found
+    return StoredRun(folder), step
+
+
+def card_of(config: ExportConfig, adapter: bool) -> str:
+    """Returns the model card of the weights that are exported; "" if they are no run's. `adapter`:
+    an adapter alone is written. ShoalError if the run cannot be read."""
+    found = run_of(config)
+    if found is None:
+        return ""
+    run, step = found
+    return model_card(run, step, adapter)
+
+
 def card_lines(config: ExportConfig) -> list[str]:
     """Returns the lines of the model card that an export would write, for a dry run; [] without a
     run. ShoalError if the run cannot be read."""
-    found = find_checkpoint(find_input(config.source, "from"))
+    found = run_of(config)
     if found is None:
         return []
-    run, step = found
-    stored = StoredRun(run)
-    is_adapter = stored.config.model.lora.rank > 0 and not config.merge
-    return ["model card (README.md):", *model_card(stored, step, is_adapter).splitlines()]
+    run, _ = found
+    trains_adapter = run.config.model.lora.rank > 0
+    card = card_of(config, adapter=trains_adapter and not config.merge)
+    return ["model card (README.md):", *card.splitlines()]
 
 
 def writes_adapter_alone(config: ExportConfig, architecture: Architecture) -> bool:
@@ -99,17 +119,10 @@ def _write(config: ExportConfig, to: Path, console: Console) -> None:
         )
     model = open_model(ModelSection(path=config.source), console, as_stored=True)
     role = make_roles(MeshSection()).trainer  # the devices here, on which weights are loaded
-    adapter_alone = writes_adapter_alone(config, model.architecture)
-    if adapter_alone:
+    if writes_adapter_alone(config, model.architecture):
         _write_adapter(config, model, role, to, console)
     else:
         _write_model(config, model, role, to, console)
-    found = find_checkpoint(source)
-    if found is not None:
-        run, step = found
-        card = model_card(StoredRun(run), step, adapter_alone)
-        with atomic_write(to / CARD, "to") as file:
-            file.write_text(card, encoding="utf-8")
 
 
 def _write_adapter(
@@ -133,6 +146,7 @@ def _write_adapter(
             model.folder,
             config.dtype,
             is_multimodal(described),
+            card_of(config, adapter=True),
         )
     base = Path(model.base).expanduser()
     is_packaged = model.base == ModelSection.path
@@ -172,4 +186,5 @@ def _write_model(
             config.dtype,
             config=model.config,
             origin=origin,
+            card=card_of(config, adapter=False),
         )

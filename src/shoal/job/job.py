@@ -281,7 +281,7 @@ class Job(StagedJob):
         c = self.requested
         with nullcontext() if self.trains else evaluating():
             task = self._given_task or load_questions(c.task, c.reward)
-        task = with_environment(with_system_prompt(task, c.task.system), c)
+            task = with_environment(with_system_prompt(task, c.task.system), c)
         if self.trains:
             task = for_training(task, c)
         for note in task.notes:

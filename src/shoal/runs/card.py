@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -13,13 +12,10 @@ import yaml
 from shoal.config.key import shown
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
+from shoal.files import HUB_ID
 from shoal.runs.reader import StoredRun, read_requested
 from shoal.text import count, figure_text
 
-FILE = "README.md"
-"""Where model hubs look for the card."""
-
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _MOST_POINTS = 10
 """Steps of the reward's curve that the card has."""
 _NOT_OF_THE_RECIPE = ("run_name", "base_output_directory", "resume")
@@ -54,9 +50,9 @@ def model_card(run: StoredRun, step: int, adapter: bool) -> str:
 def _header(config: Config, adapter: bool) -> str:
     """Returns the YAML between two lines of dashes. Only names that may be hub ids are links."""
     header: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
-    if _HUB_ID.fullmatch(config.model.path):
+    if HUB_ID.fullmatch(config.model.path):
         header["base_model"] = config.model.path
-    if _HUB_ID.fullmatch(config.task.path):
+    if HUB_ID.fullmatch(config.task.path):
         header["datasets"] = [config.task.path]
     header["pipeline_tag"] = "text-generation"
     header["tags"] = ["shoal", "reinforcement-learning", config.algorithm.loss]

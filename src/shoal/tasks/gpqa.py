@@ -18,7 +18,7 @@ from shoal.tasks.data_folder import Published
 from shoal.tasks.examples import prompt_key
 from shoal.tasks.graders.choice import (
     LETTERS,
-    choice_reward,
+    ChoiceGrader,
     letter_in_answer_line,
     lettered,
 )
@@ -41,6 +41,8 @@ INSTRUCTION = (
     "step by step before answering."
 )
 
+GRADER = ChoiceGrader(letter_in_answer_line)
+
 
 def load(task: TaskSection) -> Task:
     """Loads the task; `task.path` is a file, a folder, a hub id, or "" for GPQA on the hub, which
@@ -61,31 +63,19 @@ def blank(task: TaskSection) -> Task:
     the example of a published row. `task` is not used."""
     return Task(
         name="gpqa",
-        rewards=(choice_reward(letter_in_answer_line),),
-        correct=is_correct,
+        rewards=(GRADER.reward,),
+        correct=GRADER.is_correct,
         well_formed=has_letter,
-        extract=letter_in_answer_line,
-        verdict=verdict,
+        extract=GRADER.find,
+        verdict=GRADER.verdict,
         question="Question",
         of_row=_of_row,
     )
 
 
-def is_correct(text: str, example: Example) -> bool:
-    """True if the text chooses the right option."""
-    return letter_in_answer_line(text) == example.columns["answer"]
-
-
 def has_letter(text: str) -> bool:
     """True if the text chooses an option in the form that the prompt asks for."""
     return letter_in_answer_line(text) is not None
-
-
-def verdict(text: str, example: Example) -> dict[str, Any]:
-    """Returns the verdict on a text: `answer`, the letter that it chooses (None: none), and
-    `correct`, whether that is the right one."""
-    letter = letter_in_answer_line(text)
-    return {"correct": letter == example.columns["answer"], "answer": letter}
 
 
 def shuffled(question: str, options: list[str]) -> list[str]:

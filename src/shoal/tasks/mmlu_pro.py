@@ -16,7 +16,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.records import Example, ShoalError
 from shoal.tasks.data_folder import Published
 from shoal.tasks.graders.choice import (
-    choice_reward,
+    ChoiceGrader,
     has_options,
     letter_in_answer_sentence,
     lettered,
@@ -43,6 +43,9 @@ class PlacedRow:
     number: int
     place: str
     row: Mapping[str, Any]
+
+
+GRADER = ChoiceGrader(letter_in_answer_sentence)
 
 
 def load(task: TaskSection) -> Task:
@@ -77,30 +80,18 @@ def blank(task: TaskSection) -> Task:
     the example of a published row. `task` is not used."""
     return Task(
         name="mmlu_pro",
-        rewards=(choice_reward(letter_in_answer_sentence),),
-        correct=is_correct,
+        rewards=(GRADER.reward,),
+        correct=GRADER.is_correct,
         well_formed=has_sentence,
-        extract=letter_in_answer_sentence,
-        verdict=verdict,
+        extract=GRADER.find,
+        verdict=GRADER.verdict,
         of_row=_of_row,
     )
-
-
-def is_correct(text: str, example: Example) -> bool:
-    """True if the text chooses the right option."""
-    return letter_in_answer_sentence(text) == example.columns["answer"]
 
 
 def has_sentence(text: str) -> bool:
     """True if a text says `answer is`, as the prompt asks."""
     return "answer is " in text
-
-
-def verdict(text: str, example: Example) -> dict[str, Any]:
-    """Returns the verdict on a text: `answer`, the letter that it chooses (None: none), and
-    `correct`, whether that is the right one."""
-    letter = letter_in_answer_sentence(text)
-    return {"correct": letter == example.columns["answer"], "answer": letter}
 
 
 # ---- rows

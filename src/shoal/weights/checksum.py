@@ -91,8 +91,8 @@ def _devices_of(tree: Any) -> set[Any]:
 
 
 def same_weights(text: str, other: str) -> bool | None:
-    """Returns whether two texts of `weights_text` are of the same weights; None if that cannot be
-    told, because only one of them is BY_LAYER: earlier versions of Shoal made no such texts."""
+    """Returns whether two texts of `weights_text` are of the same weights; None if that is not
+    known, because only one of them is BY_LAYER: earlier versions of Shoal made no such texts."""
     if text.endswith(BY_LAYER) != other.endswith(BY_LAYER):
         return None
     return text == other

@@ -6,7 +6,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import threading
 import urllib.request
 from importlib import resources
@@ -15,12 +14,9 @@ from typing import Any
 
 from shoal.buckets import is_bucket
 from shoal.chat.tokenizer_files import NAMED_TEMPLATES
-from shoal.files import find_input, from_hub, is_offline, waits_for_hub
+from shoal.files import HUB_ID, find_input, from_hub, is_offline, waits_for_hub
 from shoal.records import ShoalError
 from shoal.stop import NotHere
-
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-
 
 CONFIG_SECONDS, CONFIG_BYTES = 5.0, 1 << 20
 """How long a dry run waits for a model's config.json, and how much of it is read; published ones

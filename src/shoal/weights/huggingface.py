@@ -47,6 +47,10 @@ from shoal.weights.tensor_files import (
 
 COMPARED_BYTES = 16 << 20
 """Bytes of a tensor that are compared at once."""
+CARD = "README.md"
+"""The file with the model card, where model hubs look for it."""
+
+
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -300,9 +304,10 @@ def save(
     shard_bytes: int = 4_000_000_000,
     config: dict[str, Any] | None = None,
     origin: Path | None = None,
+    card: str = "",
 ) -> None:
-    """Writes a folder that transformers loads: config.json, safetensors, and the source's tokenizer
-    files.
+    """Writes a folder that transformers loads: config.json, safetensors, the source's tokenizer
+    files, and the model card (README.md), if one is given.
 
     The config is the given one, or the source's own, with the type of the weights set; without a
     source it is made from the architecture. `parameters` are a tree of arrays, or tensors that are
@@ -353,7 +358,14 @@ def save(
         if source is not None:
             copy_tokenizer(source, scratch)
         _write_shards(scratch, tensors, dtype, shard_bytes)
+        write_card(scratch, card)
         move_folder(scratch, folder)
+
+
+def write_card(folder: Path, card: str) -> None:
+    """Writes a model card into a folder; nothing if it is empty."""
+    if card:
+        (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def _fused_in(origin: Path | None, a: Architecture) -> list[FusedTensor]:

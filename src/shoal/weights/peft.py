@@ -260,13 +260,15 @@ def save(
     tokenizer: Path,
     dtype: Any = "float32",
     is_multimodal: bool = False,
+    card: str = "",
 ) -> None:
     """Writes a folder that `peft.PeftModel.from_pretrained` loads onto the base model, with the
     tokenizer's files. It appears whole at the end; `folder` must be missing or empty. `parameters`
     has the adapter's parameters, and None in place of the base's; `base` is the folder or hub id of
     the base, `tokenizer` a folder with its files, `dtype` the type of the written weights.
     `is_multimodal`: True if the base's config.json is of a model for several kinds of input.
-    OSError if the folder cannot be written; AssertionError if `a` has no adapter."""
+    `card`: the model card, "" for none. OSError if the folder cannot be written; AssertionError if
+    `a` has no adapter."""
     assert a.adapter
     specs = trained_specs(a)
     parts = huggingface.output_tensors(parameters, specs)
@@ -281,4 +283,5 @@ def save(
         write_file(scratch / WEIGHTS, tensors, np.dtype(jnp.dtype(dtype)))
         write_config(scratch, a.adapter, base, is_multimodal)
         huggingface.copy_tokenizer(tokenizer, scratch)
+        huggingface.write_card(scratch, card)
         move_folder(scratch, folder)

@@ -19,7 +19,7 @@ from shoal.model.attention.reference import attend_at_once
 from shoal.model.attention.rule import Tokens, blocks_of
 from shoal.model.attention.softmax import Scoring, kernel_fault_of
 from shoal.model.block import PromptKeys
-from shoal.model.recurrence import steps_by_kernel
+from shoal.model.recurrence import step_kernel, steps_by_kernel
 from shoal.model.rotary import rotate_by_product
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
@@ -136,7 +136,8 @@ def kernel_fault(model: Model) -> str:
             return fault
     if steps and a.delta_net is not None:
         sizes = a.delta_net
-        return state_fault_on(device, sizes.key_dim, sizes.value_dim, model.dtype.name)
+        kernel = step_kernel(model.role.platform)
+        return state_fault_on(kernel, device, sizes.key_dim, sizes.value_dim, model.dtype.name)
     return ""
 
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shoal.model import delta_gpu, delta_tpu
 from shoal.model.attention import decode_gpu
 from shoal.model.attention import tpu as tpu_attention
 from shoal.model.attention.decode_gpu import attend_slots
@@ -183,11 +182,12 @@ def _fault_on(device: Any, share: int, head_dim: int, dtype: str, interpret: boo
 
 @lru_cache
 def state_fault_on(
-    device: Any, key_dim: int, value_dim: int, dtype: str, interpret: bool = False
+    kernel: Any, device: Any, key_dim: int, value_dim: int, dtype: str, interpret: bool = False
 ) -> str:
-    """Returns what is wrong on a device with the kernel of delta nets' decoding, for heads of these
-    sizes; "" if nothing is. Takes a second, once a process: compares a step of a few slots with
-    `delta_step`. `interpret` runs the kernel as plain JAX, on any device, for tests."""
+    """Returns what is wrong on a device with the kernel of delta nets' decoding in the module
+    `kernel`, for heads of these sizes; "" if nothing is. Takes a second, once a process: compares a
+    step of a few slots with `delta_step`. `interpret` runs the kernel as plain JAX, on any device,
+    for tests."""
     platform = "tpu" if device.platform == "tpu" else "gpu"
     draw = _make_draw(np.random.default_rng(0), dtype, device)
     # 2 rows of 3 slots, with 2 key heads of 2 value heads each.
@@ -201,7 +201,6 @@ def state_fault_on(
     state = draw(2, 3, 4, key_dim, value_dim).astype(jnp.float32)
 
     def trial() -> Pairs:
-        kernel = delta_tpu if platform == "tpu" else delta_gpu
         by_kernel = partial(kernel.step_by_kernel, interpret=interpret)
         ours = jax.jit(by_kernel)(*tokens, state)
         exact = jax.jit(partial(delta_step, platform=platform))(*tokens, state)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from shoal.records import RewardFunction
+from shoal.records import Example, RewardFunction
 from shoal.tasks.graders.answer import reward_of
 
 LETTERS = "ABCDEFGHIJ"
@@ -65,14 +66,32 @@ def _last_in_first_line(pattern: re.Pattern[str], text: str) -> re.Match[str] | 
     return last
 
 
-def choice_reward(find: FindLetter) -> RewardFunction:
-    """Returns the reward function `correct`: 1.0 for a completion in which `find` finds the letter
-    in the row's column `answer`, else 0.0."""
+@dataclass(frozen=True)
+class ChoiceGrader:
+    """Grades texts by the letter that `find` finds in them; the right one is the row's column
+    `answer`. A task has `is_correct` and `verdict` as its own."""
 
-    def is_chosen(text: str, answer: str) -> bool:
-        return find(text) == answer
+    find: FindLetter
 
-    return reward_of("correct", is_chosen)
+    @property
+    def reward(self) -> RewardFunction:
+        """The reward function `correct`: 1.0 for a completion that chooses the right letter, else
+        0.0."""
+
+        def is_chosen(text: str, answer: str) -> bool:
+            return self.find(text) == answer
+
+        return reward_of("correct", is_chosen)
+
+    def is_correct(self, text: str, example: Example) -> bool:
+        """True if the text chooses the right option."""
+        return self.find(text) == example.columns["answer"]
+
+    def verdict(self, text: str, example: Example) -> dict[str, Any]:
+        """Returns the verdict on a text: `answer`, the letter that it chooses (None: none), and
+        `correct`, whether that is the right one."""
+        letter = self.find(text)
+        return {"correct": letter == example.columns["answer"], "answer": letter}
 
 
 def has_options(options: Any, answer: Any) -> bool:

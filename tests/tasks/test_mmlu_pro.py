@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from scoring import score
 
@@ -80,6 +80,7 @@ def published(text: str) -> str | None:
 PARTS = ["answer is ", "Answer:", "answer:", "(", ")", "A", "J", "K", " ", "\n", "**", "x", "I"]
 
 
+@example("Answer:Answer:J")  # the second label begins with a letter that the first one has
 @given(st.lists(st.sampled_from(PARTS), max_size=14).map("".join))
 def test_every_text_has_the_letter_of_their_patterns(text: str) -> None:
     assert letter_in_answer_sentence(text) == published(text)

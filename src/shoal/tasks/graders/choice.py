@@ -19,7 +19,8 @@ FindLetter: TypeAlias = "Callable[[str], str | None]"
 
 _ANSWER_LINE = re.compile(r"answer[ \t]*:[ \t]*\$?([A-D])\$?", re.IGNORECASE)
 _ANSWER_SENTENCE = re.compile(r"answer is \(?([A-J])\)?")
-_ANSWER_LABEL = re.compile(r"[aA]nswer:\s*([A-J])")
+# Looked at, not consumed: the A of the second `Answer:` in `Answer:Answer:J` is a letter too.
+_ANSWER_LABEL = re.compile(r"(?=[aA]nswer:\s*([A-J]))")
 _LONE_LETTER = re.compile(r"\b[A-J]\b")
 
 

@@ -263,11 +263,19 @@ def _view(chance: random.Random, run: str, options: argparse.Namespace) -> tuple
         + urllib.parse.quote(chance.choice(filters))
         + f"&offset={chance.choice((0, 0, 0, 100, 5000))}"
     )
+    orders = ("reward", "step", "length", "advantage", "correct")
+    chosen = ("", "right=0", "set=train reward>0.5", "truncated=1", "step=10..60 correct<1")
+    completions = (
+        f"/api/completions?run={run}&sort={chance.choice(orders)}&desc={chance.choice((0, 1))}"
+        f"&filter={urllib.parse.quote(chance.choice(chosen))}&offset={chance.choice((0, 0, 50))}"
+    )
     views = {
         "run": f"/api/curves?run={run}",
         "overview": f"/api/overview?run={run}",
         "groups": groups,
         "groups, text": groups + "&text=" + chance.choice(("left", "zqzq", "abc", "question%2017")),
+        "completions": completions,
+        "completions, text": completions + "&text=" + chance.choice(("left", "abc")),
         "group": f"/api/group?run={run}&file={file}&group={group}",
         "tokens": f"/api/tokens?run={run}&file={file}&group={group}"
         f"&completion={chance.randrange(options.siblings)}",
@@ -357,7 +365,10 @@ NAMES = (
 
 def fuzz_request(chance: random.Random, runs: list[str]) -> tuple[str, str, dict[str, str]]:
     """A method, a path and headers, near enough to real ones to reach the views."""
-    views = ("runs", "overview", "curves", "groups", "group", "tokens", "lint", "status", "replay")
+    views = (
+        *("runs", "overview", "curves", "groups", "completions", "export", "group", "tokens"),
+        *("lint", "status", "replay"),
+    )
 
     def part() -> str:
         return chance.choice(

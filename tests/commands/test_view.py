@@ -3,6 +3,8 @@ server answers."""
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
 import json
 import os
@@ -42,6 +44,7 @@ from shoal import cli
 from shoal.commands.view import lint as lint_view
 from shoal.commands.view import one_file, view
 from shoal.commands.view import views as views_module
+from shoal.commands.view.completions import CUT_CHARS
 from shoal.commands.view.curves import MAX_POINTS, Curves, spikes
 from shoal.commands.view.run import comparison, settings_rows, shown_differences
 from shoal.commands.view.server import make_app, page_files
@@ -51,6 +54,7 @@ from shoal.config.merge import compose
 from shoal.config.stored import Decision, texts_of
 from shoal.config.train import Config
 from shoal.records import ShoalError
+from shoal.runs import group_table
 from shoal.runs.groups import read_file, write_file
 from shoal.runs.layout import process_start
 from shoal.runs.lines import flat_yaml
@@ -148,6 +152,7 @@ def test_filters(viewer, filter, number):
         ({"filter": "set>train"}, "compare it with = or !="),
         ({"sort": "step; DROP TABLE groups_0"}, "there is no column"),
         ({"sort": "change"}, "there is no column 'change'"),
+        ({"prompts": "some"}, "prompts=some: expected 1, learned, lost"),
         ({"offset": "-1"}, "offset=-1: expected 0"),
         ({"limit": "many"}, "expected an integer"),
     ],
@@ -313,6 +318,10 @@ def test_prompts_through_time(viewer):
         (0, 40, 2, 1),
         (1, 40, 2, 0),
     ]
+    # A question that is answered as before was neither learned nor lost.
+    learned = rows(viewer, prompts="learned", filter="set!=train", sort="change", desc=1)
+    assert [row["row"] for row in learned] == [0]
+    assert rows(viewer, prompts="lost", filter="set!=train") == []
     trained = viewer.answer("groups", {"run": "first", "prompts": "1", "filter": "set=train"})
     assert {row["row"]: row["times"] for row in trained["rows"]} == {
         0: 14,
@@ -323,6 +332,127 @@ def test_prompts_through_time(viewer):
         0,
         40,
     ]
+
+
+# ---- completions
+
+
+def completions(viewer: Viewer, run: str = "first", **parameters: Any) -> dict[str, Any]:
+    texts = {name: str(value) for name, value in parameters.items()}
+    return viewer.answer("completions", {"run": run, **texts})
+
+
+def test_the_table_of_completions_has_the_figures_of_the_files(viewer, run):
+    rows = completions(viewer, limit=200, filter="step<=20")["rows"]
+    assert len(rows) == 20 * 8 + 2  # the evaluation before training has two answers
+    for row in rows:
+        stored = read_file(run / "groups" / f"{row['file']}.parquet")[row["group"]]
+        group, place = stored.group, row["completion"]
+        advantage = None if stored.advantages is None else stored.advantages[place]
+        assert row["reward"] == pytest.approx(group.rewards[place])
+        assert row["advantage"] == (None if advantage is None else pytest.approx(advantage))
+        assert row["right"] == int(group.correct[place]) and row["unscored"] == 0
+        assert row["length"] == len(group.completions[place]) and row["truncated"] == 0
+        assert row["score/correct"] == group.reward_components["correct"][place]
+        assert (row["set"], row["row"]) == (group.subset, group.example.row)
+        assert (row["text"], row["chars"]) == (group.texts[place], len(group.texts[place]))
+        assert row["prompt"] == f"question {group.example.row}"
+
+
+@pytest.mark.parametrize(
+    ("filter", "number"),
+    [
+        ("", 324),
+        ("set=train right=1", 80),
+        ("right=0 reward>0.05 step=3..4", 12),
+        ("correct<0.5 set=held_out", 1),
+        ("score/correct=1 set=held_out", 3),
+        ("advantage=none", 4),
+        ("length>0.5", 324),
+        ("truncated=1", 0),
+        ("row=11 completion=2", 1),
+    ],
+)
+def test_filters_of_completions(viewer, filter, number):
+    assert completions(viewer, filter=filter)["total"] == number
+
+
+def test_completions_are_sorted_searched_and_cut_off(tmp_path):
+    texts = ["short", "needle " + "y" * 5_000, "Needle", "<b>bold</b>"]
+
+    def make(step: int) -> list[Any]:
+        return [stored_group(step, step, [0.1, 0.2, 0.3, 0.4], texts)]
+
+    viewer = opened(write_run(tmp_path / "first", 3, make))
+    found = completions(viewer, sort="reward", desc=1, filter="set=train", limit=3)
+    assert [row["text"] for row in found["rows"]] == ["<b>bold</b>"] * 3 and found["total"] == 12
+    assert [row["step"] for row in found["rows"]] == [1, 2, 3]
+    while True:
+        searched = completions(viewer, text="NEEDLE", sort="length", filter="step=2")
+        if searched["search"]["done"]:
+            break
+    assert {row["completion"] for row in searched["rows"]} == {1, 2}
+    (long,) = [row for row in searched["rows"] if row["completion"] == 1]
+    assert (len(long["text"]), long["chars"]) == (CUT_CHARS, 5_007)
+    # What is 0 or missing in the whole run is known, so that the page leaves its column out.
+    assert {"truncated", "unscored", "turns", "calls"} <= set(searched["blank"])
+    assert not {"reward", "advantage", "right", "length"} & set(searched["blank"])
+    groups = viewer.answer("groups", {"run": "first", "text": "needle"})
+    assert groups["total"] == 3 and {"staleness", "truncated"} <= set(groups["blank"])
+    with pytest.raises(ShoalError, match="limit=999999: expected 1 to"):
+        completions(viewer, limit=999_999)
+    with pytest.raises(ShoalError, match="there is no column 'spread'"):
+        completions(viewer, filter="spread>0")
+    viewer.close()
+
+
+def test_a_table_without_place_says_how_many_completions_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(group_table, "MAX_COMPLETIONS", 20)
+    monkeypatch.setattr(group_table, "FILES_AT_ONCE", 1)
+    viewer = opened(write_run(tmp_path / "first", 4))
+    found = completions(viewer)
+    # Two evaluations of two answers and two steps of eight completions have a place.
+    assert (found["total"], found["left_out"]) == (20, 16)
+    assert len(rows(viewer)) == 12
+    viewer.close()
+
+
+def test_exported_files_have_whole_texts_of_what_is_chosen(tmp_path):
+    texts = ["=SUM(A1)", 'a "quote", a comma\nand a line', "x" * 2_000, "<script>", "\ud800 half"]
+
+    def make(step: int) -> list[Any]:
+        return [stored_group(step, 1, [0.1, 0.2, 0.3, 0.4, 1.0], texts)]
+
+    viewer = opened(write_run(tmp_path / "first", 2, make))
+    chosen = {"run": "first", "filter": "set=train step=2"}
+    lines = "".join(viewer.export(chosen | {"format": "jsonl"})).splitlines()
+    read = [json.loads(line) for line in lines]
+    assert [one["text"] for one in read][:4] == texts[:4] and len(read) == 5
+    assert read[4]["right"] == 1 and read[4]["score/format"] == 1.0
+    assert json.loads(read[0]["prompt"]) == [{"role": "user", "content": "question 1"}]
+    table = list(csv.DictReader(io.StringIO("".join(viewer.export(chosen | {"format": "csv"})))))
+    # A spreadsheet must not take a model's text for a formula.
+    assert [one["text"] for one in table][:4] == ["'=SUM(A1)", *texts[1:4]]
+    assert [float(one["reward"]) for one in table] == [0.1, 0.2, 0.3, 0.4, 1.0]
+    found = list(viewer.export({"run": "first", "text": "sum(", "format": "jsonl"}))
+    assert len("".join(found).splitlines()) == 2  # one in each step
+    for wrong, message in (
+        ({"format": "xls"}, "format=xls: expected csv or jsonl"),
+        ({"filter": "reward"}, "is no condition"),
+        ({"run": "nowhere"}, "there is no run 'nowhere' here"),
+    ):
+        with pytest.raises(ShoalError, match=re.escape(message)):
+            viewer.export(chosen | wrong)
+    client = TestClient(make_app(viewer, "secret"), base_url="http://127.0.0.1")
+    assert client.get("/api/export", params=chosen).status_code == 401
+    answer = client.get("/api/export", params=chosen, headers={"x-shoal-token": "secret"})
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/csv")
+    assert len(list(csv.reader(io.StringIO(answer.text)))) == 6
+    wrong = client.get(
+        "/api/export", params={"run": "first", "format": "x"}, headers={"x-shoal-token": "secret"}
+    )
+    assert wrong.status_code == 400 and "expected csv or jsonl" in wrong.json()["error"]
+    viewer.close()
 
 
 # ---- the run

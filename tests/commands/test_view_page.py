@@ -4,6 +4,7 @@ Playwright."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -47,6 +48,7 @@ VIEWS = {
     "home": ("#/home", "choose 2 or 3 runs"),
     "run": ("#/run?run=first", "What moves the reward"),
     "groups": ("#/groups?run=first", "84 groups"),
+    "completions": ("#/completions?run=first", "324 completions"),
     "group": (f"#/group?run=first&{GROUP}&compare=0", "sampled after step 1, "),
     "tokens": (f"#/tokens?run=first&{GROUP}&completion=0&token=4&colour=gap", "token by token"),
     "comparison": ("#/run?runs=first%2Chostile", "Where they first differ"),
@@ -190,7 +192,9 @@ def test_each_view_has_an_address_and_fits(browser, address, width, theme):
                 "[...document.querySelectorAll('.scroll')].some(box => box.scrollWidth > "
                 "box.clientWidth)"
             )
-            assert name not in ("comparison", "groups") or not page.evaluate(cut), name
+            assert name not in ("comparison", "groups", "completions") or not page.evaluate(cut), (
+                name
+            )
             broken = (
                 "[...document.querySelectorAll('.gain')].filter(one => one.getClientRects().length "
                 "> 1)"
@@ -499,7 +503,7 @@ def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):
     page.get_by_role("link", name="This prompt through the run").click()
     settle(page, "13 groups")
     page.get_by_role("link", name="questions learned").click()
-    settle(page, "2 groups")
+    settle(page, "1 group ")
     assert page.locator("tbody tr").first.locator(".c-change").inner_text() == "1"
     page.locator("tbody a").first.click()
     settle(page, "Group 0 of held_out, after step 40")
@@ -534,7 +538,51 @@ def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):
     assert page.get_by_role("dialog").is_visible()
     page.get_by_role("button", name="Close").click()
     page.keyboard.press("3")
+    settle(page, "324 completions")
+    page.keyboard.press("4")
     settle(page, "Checked, and fine")
+
+
+def test_completions_are_filtered_opened_and_saved(page, address):
+    page.goto(address + "#/completions?run=first")
+    settle(page, "324 completions")
+    heads = page.locator("thead th").all_inner_texts()
+    # Nothing was cut off, has no score, or has turns: texts have the room of these columns.
+    assert heads[:4] == ["step ↓", "set", "prompt", "text"] and "tokens" in heads
+    assert not {"turns", "calls", "cut off", "no score"} & set(heads)
+    assert page.locator("tbody tr").count() == 50
+    page.get_by_role("link", name="wrong", exact=True).click()
+    settle(page, "241 completions")
+    page.get_by_label("Filter").fill("right=1 step=17 set=train")
+    page.keyboard.press("Enter")
+    settle(page, "2 completions")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save JSONL").click()
+    assert download.value.suggested_filename == "first_completions.jsonl"
+    lines = Path(download.value.path()).read_text().splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["answer 1.1 of step 16"] * 2
+    page.get_by_role("link", name="answer 1.1 of step 16").last.click()
+    settle(page, "This prompt through the run")
+    assert page.locator(".completion.selected h3 a").inner_text() == "Completion 3"
+
+
+def test_long_and_hostile_texts_in_the_table(page, address):
+    page.goto(address + "#/completions?run=hostile&filter=set%3Dtrain")
+    settle(page, "8 completions")
+    texts = page.locator("tbody .textCell")
+    assert "<script>document.title='hacked'</script><img src=x" in texts.nth(0).inner_text()
+    assert page.locator("main img, main script").count() == 0 and "hacked" not in page.title()
+    assert "U+202E" in texts.nth(1).inner_text()
+    rest = texts.nth(3).locator(".rest")
+    assert not rest.is_visible() and texts.nth(3).bounding_box()["height"] < 30
+    page.get_by_label("Lines of a text").select_option("all")
+    assert rest.inner_text() == "… 99,400 more characters"
+    page.reload()
+    settle(page, "8 completions")
+    assert page.get_by_label("Lines of a text").input_value() == "all"
+    rest.click()
+    settle(page, "Show the other 80,000 characters")
+    assert page.locator(".completion.selected h3 a").inner_text() == "Completion 3"
 
 
 def test_tokens_show_their_numbers(page, address):
@@ -717,7 +765,8 @@ def test_the_page_in_one_file_asks_for_nothing(browser, runs, tmp_path):
         for name, (link, text) in VIEWS.items():
             page.goto("about:blank")
             page.goto(to.as_uri() + link)
-            settle(page, "3 groups" if name == "groups" else text)
+            shown = {"groups": "3 groups", "completions": "12 completions"}
+            settle(page, shown.get(name, text))
         page.goto(to.as_uri() + "#/group?run=first&file=step_000009&group=0")
         settle(page, "This is not in the file.")
     places = {url.partition("#")[0] for url in asked if not url.startswith(("about:", "data:"))}

@@ -1,13 +1,15 @@
-"""Table of a run's groups without their texts and tokens: in memory, one row per group, indexed
-once per file.
+"""Tables of a run's groups and completions without their texts and tokens: in memory, one row per
+group and one per completion, indexed once per file.
 
     groups/*.parquet -> per group: step, row, version, mean and spread of the reward, pass share,
                         length, ...
+                     -> per completion: reward, advantage, right or wrong, length, each function's
+                        score
                      -> per step: sums from which correlations with length come
 
-Sorting and filtering a million groups reads only this table (about 150 bytes per group). Texts and
-tokens are read from the group's file when a group is opened. The database can reach only files of
-the runs, and only reads them."""
+Sorting and filtering a million groups reads only these tables (about 150 bytes per group, 40 per
+completion). Texts and tokens are read from the group's file when a group is opened. The database
+can reach only files of the runs, and only reads them."""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from shoal.text import did_you_mean
 
 # ---- the database
 
-MEMORY, THREADS, MOST_PATIENCE = "300MB", 2, 0.2
+MEMORY, THREADS, MOST_PATIENCE = "500MB", 2, 0.2
 """Limit on DuckDB's memory, its number of threads, and the longest wait in seconds of
 `Database.wait_for_user_queries`."""
 
@@ -168,13 +170,34 @@ COLUMNS = {
 """Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect`
 is the correlation of reward and length within the group."""
 
+COMPLETION_COLUMNS = {
+    "step": "INTEGER",
+    "group": "INTEGER",
+    "set": "VARCHAR",
+    "row": "BIGINT",
+    "version": "BIGINT",
+    "completion": "INTEGER",
+    "reward": "FLOAT",
+    "advantage": "FLOAT",
+    "right": "TINYINT",
+    "unscored": "TINYINT",
+    "length": "INTEGER",
+    "truncated": "TINYINT",
+    "turns": "INTEGER",
+    "calls": "INTEGER",
+}
+"""Column of a completion -> type. The first five are its group's; `right` is 1 or 0, or none where
+nobody knows; `unscored` and `truncated` are 1 or 0; `length` counts tokens of the model."""
+
 MAX_TERMS, MAX_CHARS = 20, 2000
 """The most conditions and characters of a filter."""
 _TERM = re.compile(r"([\w/@.-]+?)\s*(<=|>=|!=|==|=|<|>)\s*(\"[^\"]*\"|\S+)")
 """One condition of a filter: column, operator, value."""
 
 
-def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
+def condition(
+    text: str, functions: Iterable[str], columns: Mapping[str, str] = COLUMNS
+) -> tuple[str, list[Any]]:
     """Parses a filter that a person typed, and returns (SQL, values of its parameters); "true" for
     a filter without conditions. ShoalError if the text is not a filter.
 
@@ -182,7 +205,8 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
     `column=low..high` is a range with both ends; `none` stands for a missing value; a name with
     spaces stands in double quotes; `==` is `=`. What follows MAX_CHARS characters is ignored; more
     than MAX_TERMS conditions, an unknown column and a value of another type are errors.
-    `functions`: names of the reward functions, whose means are columns too.
+    `functions`: names of the reward functions, whose means are columns too. `columns`: those of the
+    table, COLUMNS or COMPLETION_COLUMNS.
 
     >>> condition("reward>0.5 step=10..20", [])
     ('"reward" > CAST(? AS FLOAT) AND "step" BETWEEN ? AND ?', [0.5, 10.0, 20.0])
@@ -196,9 +220,10 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
             raise ShoalError(f"filter: at most {MAX_TERMS} conditions")
         rest = rest.replace(term[0], "", 1)
         column, operator, value = term.groups()
-        column_name = column_of(column, functions)
+        column_name = column_of(column, functions, columns)
+        column_type = columns.get(column, "FLOAT")
         sql, own_values = _condition(
-            column_name, column, operator.replace("==", "="), value.strip('"')
+            column_name, column, column_type, operator.replace("==", "="), value.strip('"')
         )
         parts.append(sql)
         values += own_values
@@ -212,13 +237,15 @@ def condition(text: str, functions: Iterable[str]) -> tuple[str, list[Any]]:
     return " AND ".join(parts) or "true", values
 
 
-def _condition(sql: str, column: str, operator: str, value: str) -> tuple[str, list[Any]]:
+def _condition(
+    sql: str, column: str, column_type: str, operator: str, value: str
+) -> tuple[str, list[Any]]:
     """Returns (SQL, values of its parameters) for one condition of a filter. `sql`: the column as
-    SQL; `column`: its name as typed, for its type and for errors. `operator`: one of < > <= >= =
-    !=; `value`: as typed, without quotes. ShoalError if operator or value do not fit the column."""
+    SQL; `column`: its name as typed, for errors. `operator`: one of < > <= >= = !=; `value`: as
+    typed, without quotes. ShoalError if operator or value do not fit the column."""
     if value == "none" and operator in ("=", "!="):
         return f"{sql} IS {'NOT ' if operator == '!=' else ''}NULL", []
-    if COLUMNS.get(column) == "VARCHAR":
+    if column_type == "VARCHAR":
         if operator not in ("=", "!="):
             raise ShoalError(f"filter: {column} is a name; compare it with = or !=")
         return f"{sql} {operator} ?", [value]
@@ -226,7 +253,9 @@ def _condition(sql: str, column: str, operator: str, value: str) -> tuple[str, l
     if dots and operator == "=":
         return f"{sql} BETWEEN ? AND ?", [_number(column, low), _number(column, high)]
     # The table's numbers have 32 bits, so 0.1 is converted to them first.
-    return f"{sql} {operator} CAST(? AS {COLUMNS.get(column, 'FLOAT')})", [_number(column, value)]
+    # A whole number is compared with 0.5 as it is: converted, 0.5 would be 0 or 1.
+    compared = f"CAST(? AS {column_type})" if column_type == "FLOAT" else "?"
+    return f"{sql} {operator} {compared}", [_number(column, value)]
 
 
 def _number(column: str, text: str) -> float:
@@ -241,19 +270,25 @@ def _number(column: str, text: str) -> float:
     return value
 
 
-def column_of(column: str, functions: Iterable[str]) -> str:
-    """Returns the SQL name of a column: one of COLUMNS, or the mean of a reward function, named
-    `mean/format` or only `format`. ShoalError, with the columns, if there is none of this name."""
-    if column in COLUMNS:
+def column_of(column: str, functions: Iterable[str], columns: Mapping[str, str] = COLUMNS) -> str:
+    """Returns the SQL name of a column: one of `columns`, or the figure of a reward function, named
+    `format`, or in full `mean/format` (of completions `score/format`). ShoalError, with the
+    columns, if there is none of this name."""
+    if column in columns:
         return column_sql(column)
-    function = column.removeprefix("mean/")
+    function = column.removeprefix(_function_head(columns))
     if function in functions:
-        return column_sql(f"mean/{function}")
-    known = list(COLUMNS) + list(functions)
+        return column_sql(_function_head(columns) + function)
+    known = list(columns) + list(functions)
     raise ShoalError(
         f"there is no column {column[:60]!r}{did_you_mean(column, known) or '.'} Columns: "
         f"{', '.join(known)}"
     )
+
+
+def _function_head(columns: Mapping[str, str]) -> str:
+    """Returns how the columns of reward functions begin: of groups they are means."""
+    return "score/" if columns is COMPLETION_COLUMNS else "mean/"
 
 
 # ---- the table
@@ -261,6 +296,9 @@ def column_of(column: str, functions: Iterable[str]) -> str:
 FILES_AT_ONCE, MAX_FUNCTIONS, MAX_FILES, PROMPT_CHARS = 8, 32, 20_000, 160
 """The most files that are indexed by one call of `refresh`, reward functions of these, files of a
 run, and characters of a prompt in the table."""
+MAX_COMPLETIONS = 4_000_000
+"""The most rows of the table of completions, which would otherwise outgrow the database's memory.
+Later files have no rows in it."""
 _FILE = re.compile(r"(step|evaluate_[\w-]{1,200})_(\d{1,9})")
 Stamp = tuple[int, int]
 """(time, size) of a file, which show whether its content changed."""
@@ -307,15 +345,22 @@ class GroupTable:
     may query."""
 
     def __init__(self, run: StoredRun, database: Database, number: int = 0) -> None:
-        """Creates the empty tables of the run's groups, prompts and sums in the database, and reads
-        no file. `number` is a part of their names: another one for each run of a database."""
+        """Creates the empty tables of the run's groups, completions, prompts and sums in the
+        database, and reads no file. `number` is a part of their names: another one for each run of
+        a database."""
         self.run = run
         self.database = database
         self.table = f"groups_{number}"
+        self.completions = f"completions_{number}"
         self.prompts = f"prompts_{number}"
         self.sums = f"sums_{number}"
         columns = ", ".join(f"{column_sql(name)} {sql_type}" for name, sql_type in COLUMNS.items())
         database.run(f"CREATE TABLE {self.table} (file INTEGER, {columns})")
+        own = []  # the columns that are not the group's
+        for name, sql_type in COMPLETION_COLUMNS.items():
+            if name == "group" or name not in _OF_THE_GROUP:
+                own.append(f"{column_sql(name)} {sql_type}")
+        database.run(f"CREATE TABLE {self.completions} (file INTEGER, {', '.join(own)})")
         database.run(f'CREATE TABLE {self.prompts} ("set" VARCHAR, "row" BIGINT, prompt VARCHAR)')
         database.run(
             f"CREATE TABLE {self.sums} (file INTEGER, step INTEGER, function VARCHAR, n DOUBLE, x "
@@ -407,7 +452,7 @@ class GroupTable:
         """Removes the groups of an indexed file from the tables; nothing on disk changes."""
         with self.lock:
             file = self.files.pop(stem)
-            for table in (self.table, self.sums):
+            for table in (self.table, self.completions, self.sums):
                 self.database.run(f"DELETE FROM {table} WHERE file = ?", file.number)
             del self.by_number[file.number]
 
@@ -454,15 +499,19 @@ class GroupTable:
                 functions.append(column.removeprefix("component/"))
         function_columns = ""  # SQL for the values c0, c1, ... of each completion
         means = ""  # SQL for their means over each group
+        scores = ""  # SQL for them as columns of the completions
         sums = [("reward", "reward")]  # (name of a function, its column)
         for number, function in enumerate(functions):
             mean = column_sql(f"mean/{function}")
+            score = column_sql(f"score/{function}")
             component = column_sql(f"component/{function}")
             if function not in self.functions:
                 database.run(f"ALTER TABLE {self.table} ADD COLUMN {mean} FLOAT")
+                database.run(f"ALTER TABLE {self.completions} ADD COLUMN {score} FLOAT")
                 self.functions.append(function)
             function_columns += f", TRY_CAST({component} AS DOUBLE) AS c{number}"
             means += f", avg(c{number}) AS {mean}"
+            scores += f", c{number} AS {score}"
             sums.append((function, f"c{number}"))
         turns = ", NULL AS turns, NULL AS calls"
         if "messages" in columns:
@@ -471,10 +520,18 @@ class GroupTable:
         source = _SOURCE.format(first=files[0].number, turns=turns, functions=function_columns)
         paths = [str(file.path) for file in files]
         database.run(f"CREATE OR REPLACE TEMP TABLE read_now AS {source}", paths)
+        counted = database.rows(
+            "SELECT count(*) AS num_new, count(correct) > 0 AS is_measured, "
+            f"(SELECT count(*) FROM {self.completions}) AS num_held FROM read_now"
+        )[0]
+        has_place = counted["num_held"] + counted["num_new"] <= MAX_COMPLETIONS
         with self.lock:
             database.run("BEGIN")
             try:
                 database.run(f"INSERT INTO {self.table} BY NAME {_GROUPS.format(means=means)}")
+                if has_place:
+                    completions = _COMPLETIONS.format(scores=scores)
+                    database.run(f"INSERT INTO {self.completions} BY NAME {completions}")
                 database.run(_PROMPTS.format(prompts=self.prompts, chars=PROMPT_CHARS))
                 for function, column in sums:
                     database.run(
@@ -484,8 +541,7 @@ class GroupTable:
                 database.run("ROLLBACK")
                 raise
             database.run("COMMIT")
-        known = database.rows("SELECT count(correct) > 0 AS known FROM read_now")
-        self.is_measured |= known[0]["known"]
+        self.is_measured |= counted["is_measured"]
         database.run("DROP TABLE read_now")
 
     # ---- what it knows
@@ -519,6 +575,29 @@ class GroupTable:
                     weights[column.removeprefix("weight/")] = value
         return weights
 
+    @property
+    def num_left_out(self) -> int:
+        """The number of completions of the indexed files that are not in the table of completions,
+        because it has MAX_COMPLETIONS."""
+        counted = self.database.rows(
+            f"SELECT (SELECT coalesce(sum(size), 0) FROM {self.table}) AS num_all, "
+            f"(SELECT count(*) FROM {self.completions}) AS num_held"
+        )[0]
+        return int(counted["num_all"]) - counted["num_held"]
+
+    def blank_columns(self, columns: Mapping[str, str]) -> list[str]:
+        """Returns the names of the columns, of COLUMNS or COMPLETION_COLUMNS, that have no value
+        but 0 in the whole table."""
+        source = self.table
+        if columns is COMPLETION_COLUMNS:
+            source = _WITH_GROUP.format(completions=self.completions, groups=self.table)
+        numbers = [name for name, sql_type in columns.items() if sql_type != "VARCHAR"]
+        counts = [f"count(*) FILTER ({column_sql(name)} != 0)" for name in numbers]
+        counted = self.database.rows(f"SELECT [{', '.join(counts)}] AS counts FROM {source}")
+        return [
+            name for name, count in zip(numbers, counted[0]["counts"], strict=True) if count == 0
+        ]
+
     def rows(
         self,
         filter: str = "",
@@ -527,7 +606,7 @@ class GroupTable:
         offset: int = 0,
         limit: int = 100,
         hits: str = "",
-        by_prompt: bool = False,
+        by_prompt: str = "",
     ) -> tuple[list[dict[str, Any]], int]:
         """Returns (rows, total): `limit` rows of the table from `offset` on, each a group, and the
         number of all rows that the filter (see `condition`) leaves. A row has COLUMNS,
@@ -536,33 +615,81 @@ class GroupTable:
         equal in `sort` are in order of file and group.
 
         `sort`: a column, or with `by_prompt` also `times` or `change`; rows without a value are the
-        last ones. `hits`: name of a database table of (file, group), the result of a search; only
-        these groups count. "": all do. `by_prompt`: a row for each prompt that was answered more
-        than once, with its newest group, the number of groups (`times`) and the change of its share
-        of right answers, or of its mean reward, since the first (`change`).
+        last ones. `hits`: name of a database table with columns file and group, the result of a
+        search; only these groups count. "": all do. `by_prompt`: one of PROMPTS; then there is a
+        row for each prompt that was answered more than once, with its newest group, the number of
+        groups (`times`) and the change of its share of right answers, or of its mean reward, since
+        the first (`change`).
 
-        ShoalError if the filter or the column to sort by is wrong."""
+        ShoalError if the filter, the column to sort by or `by_prompt` is wrong."""
         where, values = condition(filter, self.functions)
         if hits:
             where += f' AND (file, "group") IN (SELECT (file, "group") FROM {hits})'
-        extra = ("times", "change") if by_prompt else ()
-        column = sort if sort in extra else column_of(sort, self.functions)
-        order = f"{column} {'DESC' if descending else 'ASC'} NULLS LAST"
-        chosen = f"WITH chosen AS (SELECT * FROM {self.table} WHERE {where}) "
-        source = _BY_PROMPT if by_prompt else "chosen"
+        source = f"(SELECT * FROM {self.table} WHERE {where})"
         names = ["file", *COLUMNS]
         names += [f"mean/{function}" for function in self.functions]
-        names += extra
+        extra = ()
+        if by_prompt:
+            if by_prompt not in PROMPTS:
+                raise ShoalError(f"prompts={by_prompt[:40]}: expected {', '.join(PROMPTS)}")
+            extra = ("times", "change")
+            names += extra
+            prompts = _BY_PROMPT.format(chosen=source, wanted=PROMPTS[by_prompt])
+            source = f"({prompts})"
+        column = sort if sort in extra else column_of(sort, self.functions)
+        order = f'{_ordered(column, descending)}, file, "group"'
+        return self._page(source, values, names, order, limit, offset)
+
+    def completion_rows(
+        self,
+        filter: str = "",
+        sort: str = "step",
+        descending: bool = False,
+        offset: int = 0,
+        limit: int = 100,
+        hits: str = "",
+        file: GroupFile | None = None,
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Returns (rows, total) as `rows` does, each row a completion, with COMPLETION_COLUMNS and
+        `score/<function>`. Equal rows are in order of file, group and completion. `hits`: name of a
+        database table of (file, group, completion). `file`: only its completions count. ShoalError
+        if the filter or the column to sort by is wrong."""
+        where, values = condition(filter, self.functions, COMPLETION_COLUMNS)
+        if file is not None:
+            where += f" AND file = {file.number}"
+        if hits:
+            where += (
+                ' AND (file, "group", completion) IN (SELECT (file, "group", completion) '
+                f"FROM {hits})"
+            )
+        joined = _WITH_GROUP.format(completions=self.completions, groups=self.table)
+        names = ["file", *COMPLETION_COLUMNS]
+        names += [f"score/{function}" for function in self.functions]
+        column = column_of(sort, self.functions, COMPLETION_COLUMNS)
+        order = f'{_ordered(column, descending)}, file, "group", completion'
+        source = f"(SELECT * FROM {joined} WHERE {where})"
+        return self._page(source, values, names, order, limit, offset)
+
+    def _page(
+        self,
+        source: str,
+        values: Sequence[Any],
+        names: Sequence[str],
+        order: str,
+        limit: int,
+        offset: int,
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Returns (rows, total) of a query in brackets: `limit` of its rows from `offset` on, with
+        the columns `names`, and how many it has. `values` stand for its `?`; `order`: as SQL."""
         columns = ", ".join(map(column_sql, names))
         with self.database.user_query(), self.lock:
             rows = self.database.rows(
-                f"{chosen} SELECT {columns} FROM {source} "
-                f'ORDER BY {order}, file, "group" LIMIT ? OFFSET ?',
+                f"SELECT {columns} FROM {source} ORDER BY {order} LIMIT ? OFFSET ?",
                 *values,
                 limit,
                 offset,
             )
-            counted = self.database.rows(f"{chosen} SELECT count(*) AS n FROM {source}", *values)
+            counted = self.database.rows(f"SELECT count(*) AS n FROM {source}", *values)
             files = {number: file.stem for number, file in self.by_number.items()}
         prompts = self.prompt_texts(rows)
         for row in rows:
@@ -586,6 +713,11 @@ class GroupTable:
         return {(row["set"], row["row"]): row["prompt"] for row in prompts}
 
 
+def _ordered(column: str, descending: bool) -> str:
+    """Returns SQL that sorts by a column; rows without a value are the last ones."""
+    return f"{column} {'DESC' if descending else 'ASC'} NULLS LAST"
+
+
 def _count_of_role(role: str) -> str:
     """Returns SQL for the number of messages with a role: by how much the text becomes shorter
     without its mentions, divided by the length of one. Within JSON text quotes are escaped, so the
@@ -596,7 +728,7 @@ def _count_of_role(role: str) -> str:
 
 _SOURCE = """
 SELECT file_index + {first} AS file, TRY_CAST(step AS INTEGER) AS step,
-  TRY_CAST("group" AS INTEGER) AS "group",
+  TRY_CAST("group" AS INTEGER) AS "group", TRY_CAST(completion AS INTEGER) AS completion,
   CASE purpose WHEN 'train' THEN 'train' ELSE left(subset, 200) END AS "set",
   TRY_CAST("row" AS BIGINT) AS "row",
   TRY_CAST(version AS BIGINT) AS version, TRY_CAST(reward AS DOUBLE) AS reward,
@@ -624,6 +756,21 @@ SELECT file, any_value(step) AS step, "group", any_value("set") AS "set", any_va
 FROM read_now GROUP BY file, "group"
 """
 
+_COMPLETIONS = """
+SELECT file, "group", completion, reward, advantage, correct::TINYINT AS "right",
+  (NOT coalesce(valid, false))::TINYINT AS unscored, length,
+  (stop_reason = 'length')::TINYINT AS truncated, turns, calls {scores}
+FROM read_now
+"""
+
+_OF_THE_GROUP = ("step", "group", "set", "row", "version")
+
+_WITH_GROUP = """
+(SELECT own.*, step, "set", "row", version
+  FROM {completions} AS own JOIN (SELECT file, "group", step, "set", "row", version FROM {groups})
+  USING (file, "group"))
+"""
+
 # The last message of a conversation, else the text; of a long one beginning and end, where the
 # question mostly stands. A row of the data has its prompt once, however often it is asked.
 _PROMPTS = """
@@ -640,11 +787,17 @@ WHERE NOT EXISTS (SELECT 1 FROM {prompts} AS old
 
 # `change`: of the share of right answers, of a task without that notion of the mean reward.
 _BY_PROMPT = """
-(SELECT chosen.*, times, coalesce(pass, reward) - before AS change FROM chosen JOIN (
-  SELECT "set", "row", count(*) AS times, arg_min(coalesce(pass, reward), step) AS before,
-    max(step) AS step
-  FROM chosen GROUP BY "set", "row" HAVING count(*) > 1) USING ("set", "row", step))
+WITH chosen AS {chosen}
+SELECT * FROM (
+  SELECT chosen.*, times, coalesce(pass, reward) - before AS change FROM chosen JOIN (
+    SELECT "set", "row", count(*) AS times, arg_min(coalesce(pass, reward), step) AS before,
+      max(step) AS step
+    FROM chosen GROUP BY "set", "row" HAVING count(*) > 1) USING ("set", "row", step))
+WHERE {wanted}
 """
+
+PROMPTS = {"1": "true", "learned": "change > 0", "lost": "change < 0"}
+"""Which of the prompts that were answered more than once are wanted -> SQL."""
 
 _SUMS = """
 INSERT INTO {sums}

@@ -26,9 +26,9 @@ from shoal.runs.lines import bounded_json, bounded_line
 from shoal.runs.metrics import is_clock
 from shoal.runs.reader import StoredRun
 
-MAX_TEXT, MAX_HITS, MOST_KEPT = 500, 200_000, 4
-"""The most characters of a text that is searched for, the most groups that a search finds, and the
-most searches that are kept."""
+MAX_TEXT, MAX_HITS, MOST_KEPT = 500, 1_000_000, 4
+"""The most characters of a text that is searched for, the most completions that a search finds, and
+the most searches that are kept."""
 
 
 SEARCH_SECONDS = 0.15
@@ -37,14 +37,14 @@ SEARCH_SECONDS = 0.15
 
 class Search:
     """A search for a text in the prompts and completions of a run's groups, file by file, the
-    newest first. The groups found are in the database table `table`.
+    newest first. The completions found are in the database table `table`.
 
     All texts of a run cannot be read in a few hundred milliseconds, so each request continues the
     search and shows what was found so far."""
 
     def __init__(self, index: GroupTable, text: str, number: int) -> None:
-        """Creates the table of (file, group, hits), and searches nothing yet. Upper and lower case
-        of `text` are the same. `number`: another one for each search of a database."""
+        """Creates the table of (file, group, completion), and searches nothing yet. Upper and lower
+        case of `text` are the same. `number`: another one for each search of a database."""
         self.table = f"hits_{number}"
         self._index = index
         self._text = text.lower()
@@ -52,15 +52,15 @@ class Search:
         self._hits = 0
         self._lock = threading.Lock()
         index.database.run(
-            f'CREATE TABLE {self.table} (file INTEGER, "group" INTEGER, hits INTEGER)'
+            f'CREATE TABLE {self.table} (file INTEGER, "group" INTEGER, completion INTEGER)'
         )
 
-    def read_on(self) -> dict[str, Any]:
-        """Searches files that were not searched yet, the newest first, for SEARCH_SECONDS. Returns
-        how far the search has come: `done` (all files, or MAX_HITS groups found), the number of
-        files `searched`, and of all `files`. Files that the run writes later are searched by the
+    def read_on(self, seconds: float = SEARCH_SECONDS) -> dict[str, Any]:
+        """Searches files that were not searched yet, the newest first, for so many seconds. Returns
+        how far the search has come: `done` (all files, or MAX_HITS completions found), the number
+        of files `searched`, and of all `files`. Files that the run writes later are searched by the
         next call."""
-        until = time.monotonic() + SEARCH_SECONDS
+        until = time.monotonic() + seconds
         with self._lock:
             files = list(self._index.files.values())
             waiting = [file for file in files if file.number not in self._seen]
@@ -79,25 +79,21 @@ class Search:
             }
 
     def _read(self, file: GroupFile) -> None:
-        """Searches one file, and adds the groups found, each with its number of completions that
-        match, to the table; a match in the prompt counts for all. database.error if the file is
-        damaged."""
-        database = self._index.database
-        groups = database.rows(
-            'SELECT TRY_CAST("group" AS INTEGER) AS number, count(*) AS hits FROM read_parquet(?) '
+        """Searches one file, and adds the completions found to the table; a match in the prompt
+        counts for all of its completions. database.error if the file is damaged."""
+        added = self._index.database.rows(
+            f'INSERT INTO {self.table} SELECT {file.number}, TRY_CAST("group" AS INTEGER), '
+            "TRY_CAST(completion AS INTEGER) FROM read_parquet(?) "
             "WHERE (contains(lower(prompt), ?) OR contains(lower(text), ?)) "
-            "AND number IS NOT NULL GROUP BY number",
+            'AND TRY_CAST("group" AS INTEGER) IS NOT NULL',
             str(file.path),
             self._text,
             self._text,
         )
-        values = [f"({file.number}, {int(row['number'])}, {row['hits']})" for row in groups]
-        if values:
-            database.run(f"INSERT INTO {self.table} VALUES {', '.join(values)}")
-        self._hits += len(values)
+        self._hits += added[0]["Count"]
 
     def drop(self) -> None:
-        """Deletes the table of the groups found, after which the search cannot be used."""
+        """Deletes the table of the completions found, after which the search cannot be used."""
         with self._lock:
             self._index.database.run(f"DROP TABLE {self.table}")
 

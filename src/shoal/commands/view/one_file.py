@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.commands.view.completions import with_texts
+from shoal.commands.view.groups import MAX_SIBLINGS
 from shoal.commands.view.server import page_files
 from shoal.commands.view.views import OpenRun, Viewer
 from shoal.config.commands import ViewConfig
@@ -36,7 +38,9 @@ MODULES = (
     "home.js",
     "compare.js",
     "run.js",
+    "listing.js",
     "groups.js",
+    "completions.js",
     "group.js",
     "tokens.js",
     "main.js",
@@ -167,6 +171,7 @@ def _records(viewer: Viewer, specs: Sequence[str]) -> Iterator[tuple[str, Any]]:
         rows = _chosen(opened, specs, lint, differing[name])
         page = viewer.answer("groups", {"run": name, "limit": "1"})
         yield record_key("groups", {"run": name}), page | {"rows": rows, "total": len(rows)}
+        yield record_key("completions", {"run": name}), _completions_of(viewer, opened, rows)
         for row in rows:
             of_group = {"run": name, "file": row["file"], "group": row["group"]}
             key, group = record("group", **of_group)
@@ -184,6 +189,21 @@ def _whole_lint(viewer: Viewer, name: str) -> dict[str, Any]:
     while not lint["done"] and time.monotonic() < until:
         lint = viewer.answer("lint", {"run": name})
     return lint | {"done": True}
+
+
+def _completions_of(
+    viewer: Viewer, opened: OpenRun, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Returns the record of the Completions view with all completions of these groups (rows of the
+    Groups view)."""
+    page = viewer.answer("completions", {"run": opened.run.name, "limit": "1"})
+    rows = []
+    for group in groups:
+        file = opened.index.files[group["file"]]
+        where = f"group={group['group']}"
+        found, _ = opened.index.completion_rows(where, "completion", limit=MAX_SIBLINGS, file=file)
+        rows += found
+    return page | {"rows": with_texts(opened.index, rows), "total": len(rows)}
 
 
 def _chosen(

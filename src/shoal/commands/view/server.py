@@ -18,10 +18,11 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from shoal.commands.view.completions import FORMATS
 from shoal.commands.view.views import Viewer
 from shoal.records import ShoalError
 from shoal.runs.lines import bounded_line, json_ready
@@ -85,6 +86,15 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
             return _json({"error": " ".join(str(error).split("\nLINE")[0].split())[:300]}, 400)
         return _json(record)
 
+    async def export(request: Request) -> Response:
+        """Answers with the file of the completions that the query chooses, piece by piece."""
+        try:
+            pieces = await run_in_threadpool(viewer.export, request.query_params)
+        except (ShoalError, viewer.database.error) as error:
+            return _json({"error": " ".join(str(error).split())[:300]}, 400)
+        kind = request.query_params.get("format", "csv")
+        return StreamingResponse(map(_encoded, pieces), media_type=FORMATS[kind])
+
     async def nothing(request: Request, error: Exception) -> Response:
         return _json({"error": "there is no such page"}, 404)
 
@@ -97,7 +107,12 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         return _json({"error": text}, 500)
 
     app = Starlette(
-        routes=[Route("/", page), Route("/static/{name}", static), Route("/api/{view}", view)],
+        routes=[
+            Route("/", page),
+            Route("/static/{name}", static),
+            Route("/api/export", export),
+            Route("/api/{view}", view),
+        ],
         exception_handlers={404: nothing, Exception: fault},
     )
     return Guard(app, token)
@@ -112,6 +127,11 @@ def _file(files: Mapping[str, bytes], name: str) -> Response:
     return Response(files[name], media_type=kind)
 
 
+def _encoded(text: str) -> bytes:
+    """Returns a text in UTF-8; halves of characters, which a hostile file may have, as escapes."""
+    return text.encode("utf-8", "backslashreplace")
+
+
 def _json(record: Any, status: int = 200) -> Response:
     """Returns a response with a record as JSON; NaN and infinities are null, and other values that
     JSON lacks texts (`json_ready`)."""
@@ -120,7 +140,7 @@ def _json(record: Any, status: int = 200) -> Response:
     except (ValueError, TypeError):
         # The record has numbers that JSON lacks, or DuckDB's values that `json` does not know.
         text = json.dumps(json_ready(record), ensure_ascii=False, allow_nan=False)
-    return Response(text.encode("utf-8", "backslashreplace"), status, media_type="application/json")
+    return Response(_encoded(text), status, media_type="application/json")
 
 
 class Guard:

@@ -14,14 +14,15 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shoal.buckets import COPIES, address, area_of, fetch
 from shoal.commands.view import groups
+from shoal.commands.view.completions import MAX_COMPLETION_ROWS, exported, with_texts
 from shoal.commands.view.curves import Curves
-from shoal.commands.view.groups import MAX_TEXT, Searches
+from shoal.commands.view.groups import MAX_TEXT, SEARCH_SECONDS, Searches
 from shoal.commands.view.lint import TextLint, lint, number_findings
 from shoal.commands.view.run import (
     comparison,
@@ -34,7 +35,7 @@ from shoal.commands.view.run import (
 )
 from shoal.files import check_local
 from shoal.records import ShoalError
-from shoal.runs.group_table import Database, GroupTable
+from shoal.runs.group_table import COLUMNS, COMPLETION_COLUMNS, Database, GroupTable
 from shoal.runs.layout import CONFIG, DECIDED, LAST, SUMMARY, is_run
 from shoal.runs.lines import EvaluationLine, EventLine
 from shoal.runs.reader import Evaluations, LineReader, StoredRun, open_runs
@@ -303,6 +304,22 @@ class Viewer:
                 )
             return VIEWS[view](self.runs[name], query, self)
 
+    def export(self, parameters: Mapping[str, str]) -> Iterator[str]:
+        """Returns the pieces of a file of all completions that the parameters `filter` and `text`
+        choose of a `run` (`exported`). `format`: csv or jsonl. ShoalError for an unknown run or
+        format, or a bad filter."""
+        query = Query(parameters)
+        name = query.text("run")
+        if name not in self.runs:
+            raise ShoalError(f"there is no run {name[:80]!r} here")
+        opened = self.runs[name]
+        if self._thread:
+            self._await_groups(opened, "completions")
+        hits, _ = _searched(opened, query, self, seconds=math.inf)
+        return exported(
+            opened.index, query.text("filter", 2000), hits, query.text("format") or "csv"
+        )
+
     def _await_groups(self, opened: OpenRun, view: str) -> None:
         """Marks a run as opened, so that its groups are read. If that is new, or if the view is of
         one group, waits up to GROUP_SECONDS until all groups were read; the overview never
@@ -477,13 +494,7 @@ def _groups(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     """Returns the record of the Groups view: the rows that the query asks for (filter, order,
     offset and limit), their `total`, and, if a text is searched for, how far the search has come.
     Each request continues the search."""
-    state = None
-    hits = ""
-    text = query.text("text", MAX_TEXT)
-    if text:
-        search = viewer.searches.get(opened.index, text)
-        state = search.read_on()
-        hits = search.table
+    hits, state = _searched(opened, query, viewer)
     rows, total = opened.index.rows(
         query.text("filter", 2000),
         query.text("sort") or "step",
@@ -491,13 +502,61 @@ def _groups(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
         query.number("offset", 0),
         query.number("limit", 100, 1, 500),
         hits,
-        query.flag("prompts"),
+        query.text("prompts"),
     )
     return {
         "rows": rows,
         "total": total,
         "functions": opened.index.functions,
+        "blank": _blank(opened, COLUMNS),
         "waiting": opened.index.waiting,
+        "search": state,
+    }
+
+
+def _blank(opened: OpenRun, columns: Mapping[str, str]) -> list[str]:
+    """Returns the columns that say nothing of the run (`GroupTable.blank_columns`), which the page
+    leaves out."""
+
+    def make() -> list[str]:
+        return opened.index.blank_columns(columns)
+
+    name = f"blank columns of {len(columns)}"
+    return opened.kept(name, opened.index.revision, make)
+
+
+def _searched(
+    opened: OpenRun, query: Query, viewer: Viewer, seconds: float = SEARCH_SECONDS
+) -> tuple[str, dict[str, Any] | None]:
+    """Continues the search for the query's `text`, for so many seconds, and returns (the table of
+    what was found, how far it has come); ("", None) without a text."""
+    text = query.text("text", MAX_TEXT)
+    if not text:
+        return "", None
+    search = viewer.searches.get(opened.index, text)
+    return search.table, search.read_on(seconds)
+
+
+def _completions(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    """Returns the record of the Completions view: as that of the Groups view, each row a completion
+    with the beginning of its `text` (`with_texts`); `left_out`: how many completions the
+    table has no place for."""
+    hits, state = _searched(opened, query, viewer)
+    rows, total = opened.index.completion_rows(
+        query.text("filter", 2000),
+        query.text("sort") or "step",
+        query.flag("desc"),
+        query.number("offset", 0),
+        query.number("limit", 50, 1, MAX_COMPLETION_ROWS),
+        hits,
+    )
+    return {
+        "rows": with_texts(opened.index, rows),
+        "total": total,
+        "functions": opened.index.functions,
+        "blank": _blank(opened, COMPLETION_COLUMNS),
+        "waiting": opened.index.waiting,
+        "left_out": opened.index.num_left_out,
         "search": state,
     }
 
@@ -544,6 +603,7 @@ VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "overview": _overview,
     "curves": _curves,
     "groups": _groups,
+    "completions": _completions,
     "group": _group,
     "tokens": _tokens,
     "lint": _lint,

@@ -19,6 +19,12 @@ export function recordKey(view, parameters) {
 /** A record; throws an Error with one line for the reader. */
 export async function load(view, parameters = {}, signal = undefined) {
   if (isFile) return fromFile(view, parameters);
+  const answer = await ask(view, parameters, signal);
+  return answer.json();
+}
+
+/** The server's answer; throws an Error with one line for the reader where it is none. */
+async function ask(view, parameters, signal) {
   let answer;
   try {
     answer = await fetch(`/api/${view}?${queryOf(parameters)}`, { signal, headers: token ? { "x-shoal-token": token } : {} });
@@ -26,16 +32,32 @@ export async function load(view, parameters = {}, signal = undefined) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer: is `shoal view` still running?");
   }
-  const record = await answer.json().catch(() => ({ error: `The server answered ${answer.status} without a record.` }));
-  if (!answer.ok) throw new Error(record.error ?? `The server answered ${answer.status}.`);
-  return record;
+  if (answer.ok) return answer;
+  const record = await answer.json().catch(() => ({}));
+  throw new Error(record.error ?? `The server answered ${answer.status}.`);
 }
 
-/** A file holds the rows of some groups, which it shows all. */
+/** Saves what the server answers as a file of this name. */
+export async function save(view, parameters, name) {
+  const answer = await ask(view, parameters);
+  const address = URL.createObjectURL(await answer.blob());
+  const link = document.createElement("a");
+  link.href = address;
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}
+
+const LISTINGS = ["groups", "completions"];
+
+/** A file holds the rows of some groups, of which it shows a page. */
 function fromFile(view, parameters) {
-  const found = stored.records[recordKey(view, view === "groups" ? { run: parameters.run } : parameters)];
+  const isListing = LISTINGS.includes(view);
+  const found = stored.records[recordKey(view, isListing ? { run: parameters.run } : parameters)];
   if (found === undefined) {
     throw new Error("This is not in the file. `shoal view RUN` shows every group; groups= puts more of them into a file.");
   }
-  return found;
+  if (!isListing) return found;
+  const offset = Number(parameters.offset || 0);
+  return { ...found, rows: found.rows.slice(offset, offset + parameters.limit) };
 }

@@ -1,6 +1,7 @@
 // The page's frame: which view is open, which runs there are, keys, themes, and what a live run writes.
 
 import { addressOf, goTo, here, onAddress, remember, remembered } from "./address.js";
+import { showCompletions } from "./completions.js";
 import { fileNote, isFile, load } from "./data.js";
 import { el, replace, stateBox } from "./dom.js";
 import { showGroup } from "./group.js";
@@ -11,9 +12,9 @@ import { chosenRuns, showRun } from "./run.js";
 import { showTokens } from "./tokens.js";
 
 const POLL_MILLISECONDS = 2000;
-const VIEWS = { home: showHome, run: showRun, groups: showGroups, group: showGroup, tokens: showTokens, lint: showLint };
-const TABS = [["run", "Run"], ["groups", "Groups"], ["lint", "Lint"]];
-const KEYS = [["0", "all runs"], ["1 2 3", "Run, Groups, Lint"], ["/", "search"], ["j k", "next, previous row or completion"],
+const VIEWS = { home: showHome, run: showRun, groups: showGroups, completions: showCompletions, group: showGroup, tokens: showTokens, lint: showLint };
+const TABS = [["run", "Run"], ["groups", "Groups"], ["completions", "Completions"], ["lint", "Lint"]];
+const KEYS = [["0", "all runs"], ["1 2 3 4", "Run, Groups, Completions, Lint"], ["/", "search"], ["j k", "next, previous row or completion"],
   ["n p", "next, previous group or page; next marked token"], ["] [", "next, previous step"],
   ["Enter", "open what is selected"], ["t", "tokens of the selected completion"], ["← →", "next, previous token"],
   ["c", "next colour of tokens"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];

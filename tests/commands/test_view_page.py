@@ -503,7 +503,7 @@ def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):
     page.get_by_role("link", name="This prompt through the run").click()
     settle(page, "13 groups")
     page.get_by_role("link", name="questions learned").click()
-    settle(page, "1 group ")
+    settle(page, "\n1 group\n")
     assert page.locator("tbody tr").first.locator(".c-change").inner_text() == "1"
     page.locator("tbody a").first.click()
     settle(page, "Group 0 of held_out, after step 40")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.chat.thoughts import split_thoughts
 from shoal.chat.tokenizer import Tokenizer
+from shoal.records import ShoalError
 from shoal.tasks.graders.answer import solution_of
 
 DATE = datetime(2026, 1, 31)
@@ -169,6 +170,42 @@ def test_a_line_before_the_template_switches_thinking(
 ):
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path, family), line + template_of(family))
     assert tokenizer.render([QUESTION]).endswith(end)
+
+
+@pytest.mark.parametrize(("family", "entry", "end"), [
+    ("qwen3_5_think", "enable_thinking=false", "<think>\n\n</think>\n\n"),
+    ("qwen3_5", "enable_thinking = True", "<think>\n"),
+    ("qwen3", "enable_thinking=false", "<think>\n\n</think>\n\n"),
+])  # fmt: skip
+def test_a_variable_of_the_template_switches_thinking_and_stays_with_the_model(
+    tmp_path: Path, family: str, entry: str, end: str
+):
+    folder = write_chat_tokenizer(tmp_path, family)
+    tokenizer = Tokenizer.load(folder, template_variables=[entry])
+    assert tokenizer.render([QUESTION]).endswith(end)
+    # the written template sets the variable itself, so that a run and an export ask alike
+    tokenizer.write_templates(folder)
+    assert Tokenizer.load(folder).render([QUESTION]).endswith(end)
+
+
+def test_variables_of_a_template_are_texts_numbers_and_switches(tmp_path: Path):
+    folder = write_chat_tokenizer(tmp_path, "gpt_oss")
+    shown = "{% for m in messages %}{{ m.content }}{{ [a, b, c, d] }}{% endfor %}"
+    entries = ["a=none", "b=-1.5", 'c=say "{{ x }}"\n', "d=2 big = 3"]
+    tokenizer = Tokenizer.load(folder, shown, template_variables=entries)
+    assert tokenizer.render([QUESTION]).endswith("""[None, -1.5, 'say "{{ x }}"', '2 big = 3']""")
+
+
+@pytest.mark.parametrize(("entry", "fault"), [
+    ("reasoning_efort=low", "does not read reasoning_efort.* did you mean reasoning_effort"),
+    ("messages=low", "does not read messages"),
+    ("reasoning_effort", "expected NAME=VALUE"),
+    ("a b=1", "expected NAME=VALUE"),
+])  # fmt: skip
+def test_a_variable_without_effect_is_refused(tmp_path: Path, entry: str, fault: str):
+    folder = write_chat_tokenizer(tmp_path, "gpt_oss")
+    with pytest.raises(ShoalError, match=fault):
+        Tokenizer.load(folder, template_variables=[entry])
 
 
 def test_gpt_oss_has_a_date_that_is_kept_an_effort_and_three_ends(tmp_path: Path):

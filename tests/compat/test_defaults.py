@@ -86,11 +86,8 @@ def test_a_recipes_line_that_changes_nothing_is_accepted(line, tmp_path):
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        (
-            "chat_template_kwargs: {enable_thinking: false}",
-            "chat_template_kwargs.enable_thinking=false is not supported: set its variables in the "
-            "template, model.template",
-        ),
+        ("chat_template_kwargs: {stops: [a, b]}", "stops is [a,b]: expected a text"),
+        ("chat_template_kwargs: 5", "chat_template_kwargs=5: expected a JSON object"),
         ("lr_scheduler_kwargs: {min_lr: 0}", "lr_scheduler_kwargs.min_lr=0 is not supported"),
         ("gradient_checkpointing_kwarg: {use_reentrant: false}", "gradient_checkpointing_kwarg"),
         ("max_steps: -2", "max_steps=-2: expected a whole number of -1 or more"),
@@ -104,6 +101,27 @@ def test_a_recipes_line_that_matters_is_refused_by_its_own_name(line, part, tmp_
     with pytest.raises(ShoalError) as caught:
         compose("train", [str(file)])
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "entries"),
+    [
+        ("chat_template_kwargs: {enable_thinking: false, effort: low}",
+         ("enable_thinking=false", "effort=low")),
+        ("data.apply_chat_template_kwargs: {depth: 3}", ("depth=3",)),
+        ("data: {apply_chat_template_kwargs: {enable_thinking: true}}", ("enable_thinking=true",)),
+        ("chat_template_kwargs: {}", ()),
+        ("chat_template_kwargs: null", ()),
+    ],
+)  # fmt: skip
+def test_variables_of_the_template_are_taken_from_a_recipes_mapping(line, entries, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(line)
+    config, _ = compose("train", [str(file)])
+    assert config.model.template_variables == entries
+    as_json = ["--chat_template_kwargs", '{"enable_thinking": false, "depth": 1.5}']
+    config, _ = compose("train", as_json)
+    assert config.model.template_variables == ("enable_thinking=false", "depth=1.5")
 
 
 def test_a_pattern_of_a_system_counts_beside_its_recipe():

@@ -230,7 +230,6 @@ def test_verls_file_loads_with_an_estimator_of_groups():
         "data.prompt_key: question",
         "data.custom_cls.path: mine.py",
         "data.sampler.class_path: mine.py",
-        "data.apply_chat_template_kwargs: {enable_thinking: false}",
         "reward_manager.name: dapo",
         "reward_model.reward_manager: dapo",
         "critic.enable: true",

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import jinja2.meta
 import numpy as np
 from jinja2 import nodes
 from jinja2.ext import Extension
@@ -26,6 +27,13 @@ GENERATION = {
 """Variable -> the mark that is written where a template's `generation` block begins or ends. The
 variables are undefined, and so write nothing, unless a rendering asks for the marks."""
 
+GIVEN_NAMES = {
+    *("messages", "tools", "documents", "add_generation_prompt"),
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    *GENERATION,
+}
+"""The variables that every rendering of a chat template gives it."""
+
 
 def compile_template(
     template: str, date: datetime | None = None, name: str = "The chat template"
@@ -36,21 +44,13 @@ def compile_template(
     messages call the template; they begin with it. Nothing is rendered. ShoalError if it is not
     valid Jinja, or does not use the name `messages` anywhere.
     """
-
-    def strftime_now(format: str) -> str:
-        return (date or datetime.now()).strftime(format)
-
-    sandbox = TemplateSandbox(
-        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
-        filters={"tojson": _to_json},
-        functions={"raise_exception": _raise_exception, "strftime_now": strftime_now},
-    )
+    sandbox = _sandbox(date)
+    tree = _parse(sandbox, template, name)
+    names = {node.name for node in tree.find_all(nodes.Name)}
     try:
-        tree = sandbox.parse(template)
-        names = {node.name for node in tree.find_all(nodes.Name)}
         compiled = sandbox.compile_tree(tree)
     except jinja2.TemplateError as error:
-        raise ShoalError(f"{name} is not valid Jinja: {error}", "model.template") from error
+        raise _invalid(name, error) from error
     if "messages" not in names:
         # It may be a file of data: every prompt would then be this text.
         raise ShoalError(
@@ -59,6 +59,40 @@ def compile_template(
             "model.template",
         )
     return compiled
+
+
+def variables_read(template: str) -> set[str]:
+    """Returns the names of the variables that a chat template reads without setting them first,
+    except those that every rendering gives it. ShoalError if it is not valid Jinja."""
+    sandbox = _sandbox(None)
+    tree = _parse(sandbox, template, "The chat template")
+    return jinja2.meta.find_undeclared_variables(tree) - GIVEN_NAMES - set(sandbox.globals)
+
+
+def _sandbox(date: datetime | None) -> TemplateSandbox:
+    """Returns a sandbox with what chat templates may call beside Jinja's own; `date` as in
+    `compile_template`."""
+
+    def strftime_now(format: str) -> str:
+        return (date or datetime.now()).strftime(format)
+
+    return TemplateSandbox(
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+        filters={"tojson": _to_json},
+        functions={"raise_exception": _raise_exception, "strftime_now": strftime_now},
+    )
+
+
+def _parse(sandbox: TemplateSandbox, template: str, name: str) -> nodes.Template:
+    """Returns the syntax tree of a template; ShoalError if it is not valid Jinja."""
+    try:
+        return sandbox.parse(template)
+    except jinja2.TemplateError as error:
+        raise _invalid(name, error) from error
+
+
+def _invalid(name: str, error: jinja2.TemplateError) -> ShoalError:
+    return ShoalError(f"{name} is not valid Jinja: {error}", "model.template")
 
 
 def render_template(template: jinja2.Template, **variables: Any) -> str:

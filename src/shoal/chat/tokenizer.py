@@ -138,13 +138,19 @@ class Tokenizer:
 
     @classmethod
     def load(
-        cls, folder: str | Path, template: str = "", date: datetime | None = None
+        cls,
+        folder: str | Path,
+        template: str = "",
+        date: datetime | None = None,
+        template_variables: Sequence[str] = (),
     ) -> Tokenizer:
         """Reads the tokenizer of a model folder. `template` replaces the folder's chat template: a
         template, a file with one, or the name of one of the folder's; '' keeps it. `date`: the date
-        that the template writes; None for the one that the folder keeps, if any. A chat template or
-        end-of-sequence token that is missing or looks wrong becomes a note. ShoalError if
-        tokenizer.json is missing, or if a file or the template is not valid."""
+        that the template writes; None for the one that the folder keeps, if any.
+        `template_variables`: variables that its templates are given, as NAME=VALUE. A chat template
+        or end-of-sequence token that is missing or looks wrong becomes a note. ShoalError if
+        tokenizer.json is missing, if a file or the template is not valid, or if no template reads
+        one of the variables."""
         folder = Path(folder)
         config = tokenizer_files.read_object(folder / "tokenizer_config.json")
         model_config = tokenizer_files.read_object(folder / "config.json")
@@ -166,6 +172,8 @@ class Tokenizer:
         eos_ids = configured_ids("eos_token_id") or tokenizer_files.token_ids(own_eos)
         pad_ids = configured_ids("pad_token_id")
         default, named = tokenizer_files.read_templates(folder, config, template)
+        if template_variables:
+            default, named = tokenizer_files.with_variables(default, named, template_variables)
 
         findings = Findings(check="tokenizer", key="model.path")
         if not default:

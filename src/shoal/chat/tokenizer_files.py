@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from shoal.chat.template import variables_read
 from shoal.files import read_json, write_text
 from shoal.records import ShoalError
+from shoal.text import did_you_mean
 
 DEFAULT_TEMPLATE = "chat_template.jinja"
 """The file of a model folder with its chat template."""
@@ -241,6 +243,52 @@ def _requested_template(requested: str, own: Mapping[str, str]) -> str:
             "model.template",
         )
     return _read_template(file)
+
+
+def with_variables(
+    default: str, named: Mapping[str, str], variables: Sequence[str]
+) -> tuple[str, dict[str, str]]:
+    """Returns a model's chat templates, the default one and the others by name, each beginning with
+    lines that set `variables`. So an exported template sets them as well: whoever loads the model
+    asks it as it was trained.
+
+    `variables`: NAME=VALUE each. A value `true`, `false` or `none`, in any case, and a number are
+    those of Jinja; any other is a text. ShoalError if there is no default template, if an entry has
+    another form, or if no template reads the variable: it would have no effect."""
+    key = "model.template_variables"
+    if not default:
+        raise ShoalError(f"{key}: the model has no chat template that could read them", key)
+    read = variables_read(default)
+    for template in named.values():
+        read |= variables_read(template)
+    lines = []
+    for entry in variables:
+        name, equals, value = entry.partition("=")
+        name = name.strip()
+        if not equals or not name.isidentifier():
+            raise ShoalError(
+                f"{key} has the entry {entry!r}: expected NAME=VALUE, such as "
+                "enable_thinking=false",
+                key,
+            )
+        if name not in read:
+            raise ShoalError(
+                f"{key}: the chat template does not read {name}, so it would have no effect: leave "
+                f"it out{did_you_mean(name, read)}",
+                key,
+            )
+        lines.append(f"{{%- set {name} = {_jinja_literal(value.strip())} %}}\n")
+    setting = "".join(lines)
+    return setting + default, {name: setting + template for name, template in named.items()}
+
+
+def _jinja_literal(text: str) -> str:
+    """Returns the value of a template variable in Jinja's syntax."""
+    if text.lower() in ("true", "false", "none"):
+        return text.lower()
+    if re.fullmatch(r"-?\d+(\.\d+)?", text):
+        return text
+    return json.dumps(text)
 
 
 def write_templates(folder: Path, default: str, named: Mapping[str, str]) -> None:

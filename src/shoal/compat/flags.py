@@ -13,6 +13,7 @@ refused    repetition_penalty=1.1   an error if it is switched on: it matters an
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -208,6 +209,45 @@ def read_bounds(both: str, low: str, high: str) -> Group:
         return values
 
     return read_clip
+
+
+def template_variables(given: FlagTexts) -> KeyValues:
+    """Reads variables of the chat template: a flag is the JSON object of several, or one entry of
+    it, with the entry's name behind a dot. ShoalError for a text that is no JSON object, and for a
+    value that is an object or a list."""
+    variables: dict[str, Any] = {}
+    for name, text in given.items():
+        entry = name.partition("chat_template_kwargs.")[2]
+        if entry:
+            variables[entry] = text
+        else:
+            variables |= _json_object(name, text)
+    entries = []
+    for name, value in variables.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        if text.startswith(("[", "{")):
+            raise ShoalError(
+                f"chat_template_kwargs: {name} is {text:.60}: expected a text, a number, true or "
+                "false"
+            )
+        entries.append(f"{name}={text}")
+    return {"model.template_variables": entries}
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    """Returns the JSON object that a flag's text holds, {} for a text of NOTHING; ShoalError for
+    any other. `name`: the flag's, for the error."""
+    if text.lower() in NOTHING:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ShoalError(
+            f'{name}={text:.60}: expected a JSON object, such as {{"enable_thinking": false}}'
+        )
+    return value
 
 
 LORA = "model.lora.rank model.lora.alpha model.lora.targets model.lora.rslora"

@@ -111,17 +111,20 @@ def find_row(
 
 
 def _rows_above(order: Sequence[str], name: str) -> list[Flag]:
-    """Returns rows for a dotted name whose parent is in the tables as a flag without effect or as a
-    refused one: `accelerator_config.split_batches` is without effect because `accelerator_config`
-    is. Each row is the parent's, so its `name` is the parent's too. Below a refused mapping only
-    empty values are accepted. `order`: the systems, the preferred one first. Rows of the nearest
-    parent come first; [] if there are none."""
+    """Returns rows for a dotted name whose parent is in the tables as a mapping, as a flag without
+    effect or as a refused one: `accelerator_config.split_batches` is without effect because
+    `accelerator_config` is. Each row is the parent's. Its `name` is the parent's too, but for an
+    entry of a mapping, which is read by its own. Below a refused mapping only empty values are
+    accepted. `order`: the systems, the preferred one first. Rows of the nearest parent come first;
+    [] if there are none."""
     rows = []
     head = name.rpartition(".")[0]
     while head:
         for system in order:
             flag = _EXACT[system].get(head)
-            if flag and (flag.idle or flag.refused):
+            if flag and flag.is_mapping:
+                rows.append(replace(flag, name=name))
+            elif flag and (flag.idle or flag.refused):
                 rows.append(replace(flag, accepts=NOTHING, expected=""))
         head = head.rpartition(".")[0]
     return rows

@@ -19,6 +19,7 @@ from shoal.compat.flags import (
     only,
     reads,
     refused,
+    template_variables,
     to_bool,
     value_of_option,
 )
@@ -588,7 +589,13 @@ FLAGS: list[Flag] = [
         "vllm_server_host",
         "vllm_server_port",
     ),
-    *refused("set its variables in the template, model.template", "chat_template_kwargs"),
+    *grouped(
+        template_variables,
+        "model.template_variables",
+        "variables of the chat template",
+        "chat_template_kwargs",
+        is_mapping=True,
+    ),
     *refused(
         "the schedules are linear, cosine and constant, without settings", "lr_scheduler_kwargs"
     ),

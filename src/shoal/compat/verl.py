@@ -11,11 +11,13 @@ from shoal.compat.flags import (
     FlagTexts,
     KeyValues,
     derived,
+    grouped,
     idle,
     only,
     reads,
     refused,
     renames,
+    template_variables,
 )
 from shoal.config.names import QUANTISED
 
@@ -44,16 +46,8 @@ def _grouped(group: Any, keys: str, meaning: str, *names: str, **more: Any) -> l
     Group, from the flags' texts to values of keys; `keys`: the keys that they set, without
     `algorithm.`, separated by spaces; `meaning`: in words, what they become; `more`: further fields
     of Flag."""
-    return [
-        Flag(
-            name,
-            tuple(f"algorithm.{key}" for key in keys.split()),
-            meaning=meaning,
-            group=group,
-            **more,
-        )
-        for name in names
-    ]
+    full_keys = " ".join(f"algorithm.{key}" for key in keys.split())
+    return grouped(group, full_keys, meaning, *names, **more)
 
 
 _DTYPES: dict[str, KeyValues] = {
@@ -539,8 +533,12 @@ FLAGS: list[Flag] = [
         "data.sampler.class_path",
         "data.datagen.path",
     ),
-    *refused(
-        "set its variables in the template, model.template", "data.apply_chat_template_kwargs"
+    *grouped(
+        template_variables,
+        "model.template_variables",
+        "variables of the chat template",
+        "data.apply_chat_template_kwargs",
+        is_mapping=True,
     ),
     *refused("set model.tokenizer", "data.tokenizer"),
     *only("set task.columns for other columns", "prompt", names="data.prompt_key"),

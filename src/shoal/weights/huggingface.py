@@ -278,8 +278,8 @@ def _weight_files(folder: Path) -> list[Path]:
             )
     if not files:
         raise ShoalError(
-            f"{folder} holds no safetensors file. Pickled weights are never read: convert them to "
-            "safetensors."
+            f"{folder} holds no safetensors file. Pickled weights are never read: save_pretrained "
+            "of transformers writes safetensors."
         )
     return files
 

@@ -79,6 +79,8 @@ class ModelSource:
     """What the user should know about the files, as findings of the check `tokenizer`."""
     template: str = ""
     """A chat template that is used in place of the folder's; "" for the folder's."""
+    template_variables: tuple[str, ...] = ()
+    """Variables that the chat template is given, as NAME=VALUE."""
     date: datetime | None = None
     """The date that the chat template writes; None for the folder's date, or today if the folder
     has none."""
@@ -128,7 +130,7 @@ class ModelSource:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, read from `folder` at the first use."""
-        return Tokenizer.load(self.folder, self.template, self.date)
+        return Tokenizer.load(self.folder, self.template, self.date, self.template_variables)
 
 
 def open_model(
@@ -196,9 +198,16 @@ def open_run_model(section: ModelSection, run: Path | None, console: Printer | N
 
 def section_of(section: ModelSection, path: str) -> ModelSection:
     """Returns a section for another path, without settings that would override what its files say:
-    name, tokenizer, template, adapter, type of weights."""
+    name, tokenizer, template with its variables, adapter, type of weights."""
     return replace(
-        section, path=path, name="", tokenizer="", template="", lora=LoraSection(), quantise="none"
+        section,
+        path=path,
+        name="",
+        tokenizer="",
+        template="",
+        template_variables=(),
+        lora=LoraSection(),
+        quantise="none",
     )
 
 
@@ -362,7 +371,9 @@ def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSou
         if is_untied:
             named = replace(named, tie_embeddings=True)
         check_name(section.name, named, path, "model.name")
-    source = replace(source, template=section.template)
+    source = replace(
+        source, template=section.template, template_variables=section.template_variables
+    )
     if not section.tokenizer:
         return source
     tokenizer = locate(section.tokenizer, weights=False)
@@ -602,6 +613,7 @@ def _maxtext_model(section: ModelSection, tree: Path) -> ModelSource:
         config=config,
         notes=(Finding("tokenizer", "ok", checkpoint.describe()),),
         template=section.template,
+        template_variables=section.template_variables,
         base=address(tree.resolve()),
         digests=checkpoint.digests,
     )

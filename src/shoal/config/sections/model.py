@@ -68,6 +68,10 @@ class ModelSection:
     has a loss scale that adapts."""
     template: str = key("", stages=("data", "environment", "evaluation"), on_resume="fixed")
     """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
+    template_variables: tuple[str, ...] = key(
+        (), stages=("data", "environment", "evaluation"), on_resume="fixed"
+    )
+    """Variables that the chat template reads, such as enable_thinking=false, as NAME=VALUE."""
     remat: Literal["auto", "none", "dots", "attention", "full", "offload"] = key(
         "auto",
         stages=("update",),

@@ -13,9 +13,6 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-import shoal
-from shoal import cli
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "first_run.ipynb"
 SCRIPT = EXAMPLES / "own_task.py"
@@ -115,33 +112,3 @@ def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
     assert len(list((tmp_path / "outputs").glob("20*/*/summary.json"))) == 2, (
         "the last cell went on in its folder"
     )
-
-
-def test_the_example_of_short_answers_has_its_questions_and_reward(tmp_path, monkeypatch):
-    """As README has it for a real model, here with the packaged one."""
-    monkeypatch.chdir(EXAMPLES.parent)
-    command = [
-        "train",
-        "task=custom",
-        "task.path=examples/short_questions.jsonl",
-        "reward=examples/brief.py:brief",
-        "batch.prompts_per_step=2",
-        "batch.group_size=4",
-        "sampling.max_completion_tokens=12",
-        "steps=1",
-        f"base_output_directory={tmp_path}",
-        "run_name=brief",
-    ]
-    assert cli.main(command) == 0
-    (metrics,) = shoal.load_run(tmp_path / "brief").metrics["reward/mean"]
-    assert 0 < metrics <= 1
-
-
-@pytest.mark.parametrize(
-    ("words", "reward"), [(0, 0.0), (1, 1.0), (6, 1.0), (23, 0.5), (40, 0.0), (60, 0.0)]
-)
-def test_the_reward_for_short_answers(words, reward, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from brief import brief
-
-    assert brief([[{"role": "assistant", "content": "word " * words}]]) == [reward]

@@ -100,7 +100,7 @@ def train(
     config = _with_environments_named(config, data)
     cache_by_configuration()
     config, console = open_console(config)
-    summary = run(config, functions, _console(resolved, console), data)
+    summary = run(config, functions, _console(resolved, console), data, resolved.recipe)
     return Result(Path(summary.run_folder), summary)
 
 

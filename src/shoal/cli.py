@@ -303,6 +303,8 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         module = name
     run = getattr(importlib.import_module(f"shoal.commands.{module}"), name)
     raise_on_interrupt()
+    if name == "train":
+        return run(config, console=console, recipe=resolved.recipe)
     return run(config, console=console)
 
 

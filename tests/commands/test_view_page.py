@@ -19,7 +19,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stored_runs import HOSTILE, completion, in_turns, stored_group, write_run
+from stored_runs import (
+    HOSTILE,
+    completion,
+    follow_recipe,
+    in_turns,
+    stored_group,
+    write_run,
+)
 
 from shoal.commands.view import view
 from shoal.commands.view.views import Viewer
@@ -256,6 +263,34 @@ def test_a_click_on_a_curve_leads_to_the_groups_of_its_step(page, address):
     page.locator(".chart canvas.over").first.click()
     page.wait_for_function("() => location.hash.startsWith('#/groups')")
     assert f"step={reading.split()[1].rstrip(':')}" in page.url.replace("%3D", "=")
+
+
+def test_the_band_of_a_recipe_lies_behind_its_curve(page, tmp_path):
+    run = write_run(tmp_path / "runs" / "run", 40)
+    write_run(tmp_path / "runs" / "bare", 40)
+    follow_recipe(run, "this run has lr=1")
+    pictures = {}
+    with viewed(tmp_path / "runs") as address:
+        for name in ("run", "bare"):
+            page.goto(f"{address}#/run?run={name}")
+            settle(page, "grad_norm")
+            chart = page.locator(".chart.large").last
+            assert chart.locator(".name").inner_text() == "evaluate/held_out/accuracy"
+            # Both plots are drawn over the same steps, 0 to 40.
+            pictures[name] = chart.locator("canvas").first.evaluate("it => it.toDataURL()")
+            notes = page.locator(".chart .recipe").all_inner_texts()
+            if name == "bare":
+                assert notes == []
+                continue
+            assert notes == ["grey: 5 seeds of recipe word-problems; this run has lr=1"]
+            canvas = chart.locator("canvas.over")
+            canvas.hover(position={"x": 0.98 * canvas.bounding_box()["width"], "y": 60})
+            assert chart.locator(".reading").inner_text().endswith(" · recipe 58.8% to 64.4%")
+            # By time the band ends where the run is.
+            page.locator("#x").select_option("time")
+            canvas.hover(position={"x": 0.98 * canvas.bounding_box()["width"], "y": 60})
+            assert " · recipe 58.8% to 64.4%" in chart.locator(".reading").inner_text()
+    assert pictures["run"] != pictures["bare"]
 
 
 PLOT = """async () => {

@@ -12,9 +12,10 @@ import numpy as np
 from tiny_models import write_tokenizer
 
 from shoal.config.merge import compose
-from shoal.config.stored import texts_of
+from shoal.config.stored import texts_of, to_dict, to_yaml
 from shoal.config.train import Config
 from shoal.records import Completion, Example, Group, Purpose, StopReason
+from shoal.runs.layout import RECIPE
 from shoal.runs.lines import Summary
 from shoal.runs.metrics import wilson_interval
 from shoal.runs.writer import RunWriter
@@ -169,6 +170,15 @@ def write_run(
             )
     write_tokenizer(path / "model")
     return path
+
+
+def follow_recipe(run: Path, apart: str = "", holds: bool = True) -> None:
+    """Makes a stored run one that follows the packaged recipe word-problems."""
+    recipe = compose("train", ["config_name=word-problems"])[1].recipe
+    assert recipe is not None
+    about = {**recipe.about, "name": recipe.name, "apart": apart, "holds": holds}
+    text = to_yaml({**to_dict(recipe.config), "about": about})
+    (run / RECIPE).write_text(text, encoding="utf-8")
 
 
 def _made(path: Path) -> Path:

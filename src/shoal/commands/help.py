@@ -14,11 +14,19 @@ from shoal.config.derived import learning_rate_text, step_text
 from shoal.config.foreign import Flag, front_end
 from shoal.config.key import Key, keys_of, overridden_keys, sections_of, shown
 from shoal.config.names import aliases_of, find_key, names_of
-from shoal.config.preset_files import packaged, presets_of
+from shoal.config.preset_files import (
+    RECIPES,
+    packaged,
+    preset_folders,
+    presets_of,
+    recipe_names,
+)
+from shoal.config.recipe_files import ABOUT, read_recipe
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
+from shoal.config.yaml_files import flat_values
 from shoal.records import ShoalError
-from shoal.text import did_you_mean
+from shoal.text import did_you_mean, duration
 
 if TYPE_CHECKING:
     from shoal.config.merge import Resolved
@@ -35,7 +43,7 @@ shoal train --help                                 every key, with its default a
 shoal train --help optimizer                       the keys of one topic"""
 
 OPTIONS: Mapping[str, str] = {
-    "--config-name": "NAME: a preset or a YAML file; a file may also stand as a word by itself",
+    "--config-name": "NAME: a preset, a recipe (--help recipes) or a YAML file, also alone",
     "--preset": "NAME: a preset beneath that file",
     "--dry-run": "print the resolved configuration and touch nothing",
     "--plan": "train only: `shoal plan` of the same words",
@@ -165,6 +173,8 @@ def _topic_help(config_type: type, topic: str) -> str:
             lines.append(f"{topic}: another name of {names[topic]}")
         lines += _key_lines(find_key(config_type, topic))
         return "\n".join(lines + _packaged_lines(config_type, topic))
+    if topic == "recipes" and RECIPES in preset_folders(command_of(config_type)):
+        return "\n".join(_recipe_lines())
     rows = front_end().flags_of(config_type).get(topic)
     if rows:
         return "\n".join(_flag_lines(config_type, rows))
@@ -201,6 +211,19 @@ def _packaged_lines(config_type: type, topic: str) -> list[str]:
     lines = ["", f"settings by name: {topic}="]
     for name, head in heads.items():
         lines.append(f"  {name:<{width}}{head}")
+    return lines
+
+
+def _recipe_lines() -> list[str]:
+    """Returns a title, and two lines for each packaged recipe: what it is, and what it took."""
+    lines = ["recipes: config_name= (docs/recipes.md)"]
+    for name in recipe_names():
+        file = RECIPES / f"{name}.yaml"
+        recipe = read_recipe(flat_values(file, (ABOUT,)).get(ABOUT), file, name)
+        took = f"{duration(recipe.seconds)} on {recipe.hardware}"
+        if recipe.band is None:
+            took = f"{recipe.hardware}; not measured"
+        lines += [f"  {name}", *_wrapped(f"{recipe.what} ({took})")]
     return lines
 
 

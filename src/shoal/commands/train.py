@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.buckets import address, is_bucket
+from shoal.config.recipe_files import Recipe
 from shoal.config.train import Config
 from shoal.job.head import print_head
 from shoal.job.job import Job
@@ -25,15 +26,17 @@ def train(
     reward_functions: Sequence[Callable] = (),
     console: Console | None = None,
     task: Task | None = None,
+    recipe: Recipe | None = None,
 ) -> Summary:
     """Trains, and returns the run's summary, which is also stored in the run's folder. If the
     folder that the configuration names holds an unfinished run, that run is resumed; one that has
     made all its steps is left unchanged, and its summary returned. An unfinished run with the same
     settings in another folder is only pointed to by a note. `reward_functions`, `task`: given from
     Python in place of those that the configuration names; an empty sequence or None for the
-    configuration's. An error is also written to the run's log, and raised. Ctrl-C saves the last
-    complete step and raises KeyboardInterrupt. A `console` that is given can be used afterwards;
-    None: one for this command."""
+    configuration's. `recipe`: of the settings file that was loaded; a resumed run follows the one
+    in its folder, if there is one. An error is also written to the run's log, and raised. Ctrl-C
+    saves the last complete step and raises KeyboardInterrupt. A `console` that is given can be used
+    afterwards; None: one for this command."""
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
@@ -49,8 +52,15 @@ def train(
                 "give more steps to continue, or another run_name"
             )
             return summary
+        if plan.run:
+            recipe = StoredRun(plan.run).recipe() or recipe
         with Job(
-            plan.config, console, resumed=plan.run, functions=reward_functions, task=task
+            plan.config,
+            console,
+            resumed=plan.run,
+            functions=reward_functions,
+            task=task,
+            recipe=recipe,
         ) as job:
             try:
                 try:

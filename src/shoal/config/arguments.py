@@ -111,6 +111,7 @@ class Layer:
     file: Path | None = None  # None for the command line
     is_users: bool = True  # True for the command line and the user's own files, False for presets
     skipped: Sequence[str] = ()  # keys in the file that were left out: only training reads them
+    about: Any = None  # the section of a recipe (`recipe_files`); None if the file has none
     typed: Sequence[Setting] = ()  # `settings` before `translate` replaced flags; () until then
 
 

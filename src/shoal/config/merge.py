@@ -32,7 +32,7 @@ from shoal.config.arguments import (
     read_arguments,
 )
 from shoal.config.commands import command_of, dataclass_of
-from shoal.config.foreign import front_end
+from shoal.config.foreign import Translation, front_end
 from shoal.config.key import (
     build,
     convert_value,
@@ -46,6 +46,7 @@ from shoal.config.key import (
 from shoal.config.keywords import read_keywords
 from shoal.config.names import UnknownKey, find_key, names_of
 from shoal.config.preset_files import find_file, is_packaged, packaged, presets_of
+from shoal.config.recipe_files import ABOUT, Recipe, read_recipe
 from shoal.config.stored import to_yaml
 from shoal.config.train import Config
 from shoal.config.yaml_files import interpolate, read_files
@@ -188,13 +189,16 @@ def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
     layers have the path of `file` as label, and the origin of each setting is its file and line.
     Raises ShoalError if a file is missing or cannot be read."""
     layers = []
-    is_key = keys_of(config_type).__contains__
+    keys = {ABOUT, *keys_of(config_type)}
     sections = sections_of(config_type) | sections_of(Config)
-    for path, settings in read_files(command_of(config_type), file, is_key):
+    for path, settings in read_files(command_of(config_type), file, keys.__contains__):
         values = {setting.name: setting.value for setting in settings}
         kept = []
         skipped = []
+        about = values.get(ABOUT)
         for setting in settings:
+            if setting.name == ABOUT:
+                continue
             if setting.value is None and setting.name in sections:
                 continue
             for_training = _names_for_training(config_type, setting)
@@ -208,7 +212,8 @@ def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
                 with contextlib.suppress(ShoalError):  # refused later, if the flag has an effect
                     value = interpolate(setting.name, value, values.__getitem__)
             kept.append(Setting(setting.name, value, label or setting.origin))
-        layers.append(Layer(kept, label or str(file), path, not is_packaged(path), skipped))
+        is_users = not is_packaged(path)
+        layers.append(Layer(kept, label or str(file), path, is_users, skipped, about))
     return layers
 
 
@@ -515,6 +520,7 @@ class Resolved:
     became: tuple[str, ...] = ()  # for each given flag of another system, a line on what it became
     # key -> `command line`, `mine.yml:4`, `recipe trl`
     origins: Mapping[str, str] = field(default_factory=dict)
+    recipe: Recipe | None = None  # of the loaded file, or of the highest file in its `defaults`
 
     @property
     def start_lines(self) -> list[str]:
@@ -584,6 +590,29 @@ def load(
     >>> config, resolved = load(Config, resolved.arguments, run / "config.yaml")
     """
     layers, file = layers_of(config_type, arguments, stored and stored.absolute(), beneath)
+    config, merged, translation, notes_on_names = _build(config_type, layers)
+    notes = list(_notes(config, merged, file, bool(arguments.preset)))
+    notes += translation.notes
+    notes += notes_on_names
+    notes += [line for line, is_note in translation.became if is_note]
+    resolved = Resolved(
+        config=config,
+        config_name=file.stem if file else "",
+        notes=tuple(notes),
+        arguments=arguments,
+        became=tuple(line for line, _ in translation.became),
+        origins=merged.origins,
+        recipe=_recipe_of(config_type, layers),
+    )
+    return config, resolved
+
+
+def _build(
+    config_type: type, layers: Sequence[Layer]
+) -> tuple[Any, Merged, Translation, list[str]]:
+    """Returns the configuration of some layers, lowest first, as (configuration, merge,
+    translation of flags, notes on names). Raises one ShoalError with all mistakes in names and
+    values, or with the first value that is out of its range."""
     translation = front_end().translate(config_type, layers)
     merged = Merged(config_type, translation.layers)
     values, errors_of_values = merged.values_and_errors()
@@ -597,19 +626,21 @@ def load(
         config = build(config_type, values)
     except ShoalError as error:
         raise ShoalError(with_origins(str(error), merged.origins)) from None
-    notes = list(_notes(config, merged, file, bool(arguments.preset)))
-    notes += translation.notes
-    notes += notes_on_names
-    notes += [line for line, is_note in translation.became if is_note]
-    resolved = Resolved(
-        config=config,
-        config_name=file.stem if file else "",
-        notes=tuple(notes),
-        arguments=arguments,
-        became=tuple(line for line, _ in translation.became),
-        origins=merged.origins,
-    )
-    return config, resolved
+    return config, merged, translation, notes_on_names
+
+
+def _recipe_of(config_type: type, layers: Sequence[Layer]) -> Recipe | None:
+    """Returns the recipe of the highest layer that has one, with the settings of its file alone, as
+    the command reads it; None if none has. Raises ShoalError if the section is wrong."""
+    for layer in reversed(layers):
+        if layer.about is None or layer.file is None:
+            continue
+        recipe = read_recipe(layer.about, layer.file, layer.file.stem)
+        type_of_run = config_type if issubclass(config_type, Config) else Config
+        alone, _ = layers_of(type_of_run, Arguments(config_name=str(layer.file)))
+        config, *_ = _build(type_of_run, alone)
+        return replace(recipe, config=config)
+    return None
 
 
 def given_values(config_type: type, arguments: Arguments, *names: str) -> dict[str, Any]:

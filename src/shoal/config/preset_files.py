@@ -1,5 +1,5 @@
 """Finds the presets that come with the package. They are YAML files: a folder for each command, and
-one each for algorithms and recipes."""
+one each for algorithms, for other systems' defaults, and for measured recipes of training."""
 
 from __future__ import annotations
 
@@ -17,15 +17,26 @@ PRESETS_OF_SYSTEMS = Path(__file__).parents[1] / "compat" / "presets"
 """The folder of presets of other systems, with a folder for each command, and one for recipes."""
 
 
+RECIPES = Path(__file__).parents[1] / "assets" / "recipes"
+"""The folder of the recipes (`recipe_files`), which `shoal train` finds among its presets. None has
+the name of a task, because a task's preset is found by that."""
+
+
 COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train", "plan": "train"}
 """Command -> the command whose presets it shares."""
 
 
-def preset_folders(folder: str) -> tuple[Path, Path]:
-    """Returns the two folders, Shoal's and the other systems', with the presets of a command, or of
-    `recipe` or `algorithm`. A folder may be missing."""
+def preset_folders(folder: str) -> tuple[Path, ...]:
+    """Returns the folders, Shoal's and the other systems', with the presets of a command, or of
+    `recipe` or `algorithm`; for training also that of the recipes. A folder may be missing."""
     folder = COMMAND_OF_PRESETS.get(folder, folder)
-    return PRESETS / folder, PRESETS_OF_SYSTEMS / folder
+    folders = (PRESETS / folder, PRESETS_OF_SYSTEMS / folder)
+    return (*folders, RECIPES) if folder == "train" else folders
+
+
+def recipe_names() -> list[str]:
+    """Returns the sorted names of the packaged recipes."""
+    return sorted(file.stem for file in RECIPES.glob("*.yaml"))
 
 
 def presets_of(folder: str) -> list[str]:
@@ -54,7 +65,8 @@ def packaged(folder: str, name: str) -> Path | None:
 
 def is_packaged(file: Path) -> bool:
     """True if a file is a preset of the package."""
-    return file.is_relative_to(PRESETS) or file.is_relative_to(PRESETS_OF_SYSTEMS)
+    folders = (PRESETS, PRESETS_OF_SYSTEMS, RECIPES)
+    return any(file.is_relative_to(folder) for folder in folders)
 
 
 def find_file(command: str, name: str) -> Path:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +72,17 @@ def _file_beside(file: Path, name: str) -> Path | None:
     return None
 
 
-def flat_values(file: Path) -> dict[str, Any]:
+def flat_values(file: Path, whole: Collection[str] = ()) -> dict[str, Any]:
     """Returns a file's values by dotted name, in YAML's types; {} if it is empty. Non-empty
-    mappings are always flattened. Raises ShoalError if the file does not exist or is not YAML of
-    names and values."""
+    mappings are flattened, but for those whose names are in `whole`. Raises ShoalError if the file
+    does not exist or is not YAML of names and values."""
     try:
         is_empty = not file.read_bytes().strip()
     except OSError as error:
         raise ShoalError(f"{file} cannot be read: {error.strerror}") from error
     if is_empty:
         return {}
-
-    def is_key(_: str) -> bool:
-        return False
-
-    return {name: value for name, value, _ in _leaves(file, is_key)}
+    return {name: value for name, value, _ in _leaves(file, whole.__contains__)}
 
 
 def _leaves(file: Path, is_key: Callable[[str], bool]) -> list[tuple[str, Any, int]]:

@@ -24,6 +24,7 @@ from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
 from shoal.findings import Findings
 from shoal.job.job import Job
+from shoal.job.recipe import follow
 from shoal.model.architecture import EXPERT_PRODUCTS
 from shoal.model.attention.selector import attention_kind
 from shoal.model.config_json import read_config
@@ -73,6 +74,10 @@ def print_head(job: Job) -> None:
     theirs = their_sizes(config)
     if theirs:
         console.note(theirs)
+    followed = follow(job)
+    if followed:
+        for line in followed.start_texts():
+            console.note(line)
     stop_on_warnings(config, job.findings)
     Findings(console).extend(job.findings.at("wrong", "warning"))
 

@@ -56,6 +56,7 @@ from shoal.config.derived import (
     vllm_tolerance,
 )
 from shoal.config.key import get_value, keys_of, open_keys, shown, with_values
+from shoal.config.recipe_files import Recipe
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.stored import Decision, resolved
@@ -189,6 +190,7 @@ class Job(StagedJob):
         resumed: Path | None = None,
         functions: Sequence[Callable] = (),
         task: Task | None = None,
+        recipe: Recipe | None = None,
         devices: Sequence[Any] = (),
         model_source: ModelSource | None = None,
         findings: Findings | None = None,
@@ -197,12 +199,12 @@ class Job(StagedJob):
         """Makes a job without opening a stage. `resumed`: the folder of the run that is resumed;
         None for a new run. `functions`, `task`: reward functions and data that were passed from
         Python; if `task` is given, its own reward functions are used in place of `functions`.
-        `devices`: devices to use in place of this machine's; empty: all that JAX finds.
-        `model_source`: a model to use in place of the one that `model.path` names; with it a
-        training job is one of `estimate` unless `command` says otherwise. `findings`: where stages
-        record what they find; None: a new object. `command`: the command that the job is opened
-        for; None: the one that the type of `config` belongs to. If `model.path` is a run, its
-        `scan_layers` and `quantise` are the defaults."""
+        `recipe`: the recipe that a training run follows. `devices`: devices to use in place of this
+        machine's; empty: all that JAX finds. `model_source`: a model to use in place of the one
+        that `model.path` names; with it a training job is one of `estimate` unless `command` says
+        otherwise. `findings`: where stages record what they find; None: a new object. `command`:
+        the command that the job is opened for; None: the one that the type of `config` belongs to.
+        If `model.path` is a run, its `scan_layers` and `quantise` are the defaults."""
         super().__init__(command or _command_of(config, model_source), findings or Findings())
         requested: Any = replace(config, model=with_run(config.model))
         # Tells this process from the others of its run, and so is no part of `requested`.
@@ -215,6 +217,7 @@ class Job(StagedJob):
         self.resumed = resumed
         self.functions = functions
         self._given_task = task
+        self.recipe = recipe
         if devices:
             self.opened["devices"] = devices
         if model_source is not None:

@@ -23,6 +23,7 @@ from shoal.files import explain_write_errors
 from shoal.job.fingerprint import fingerprint
 from shoal.job.interrupt import stop_on_signals
 from shoal.job.process import check_same, check_same_model
+from shoal.job.recipe import follow, with_first_weights
 from shoal.job.resume import restore_latest
 from shoal.mesh import memory_stats, return_freed_memory
 from shoal.model.flops import Utilisation
@@ -35,6 +36,7 @@ from shoal.report.timeline import TIMELINE, Timeline
 from shoal.rollout.fleet import Fleet
 from shoal.runs.layout import MODEL_FOLDER, is_run, make_run_folder, refuse_foreign
 from shoal.runs.mirror import Mirror
+from shoal.runs.recipe import Followed
 from shoal.runs.writer import NullRunWriter, RunWriter
 from shoal.stop import StopSignal
 from shoal.tasks.task import ROWS
@@ -101,6 +103,7 @@ def open_run(job: Job) -> Run:
             store_settings()
         begin_folder(job, folder, first_version)
     recorder = open_recorder(job, folder, source, first_version)
+    recorder.followed = followed_recipe(job, models, folder)
     checkpoints = open_checkpoints(job, folder)
     weights = None
     critic_weights = None
@@ -142,6 +145,20 @@ def open_run(job: Job) -> Run:
     if config.report.timeline and job.world.is_main:
         run.timeline = open_timeline(job, folder, source)
     return run
+
+
+def followed_recipe(job: Job, models: LoadedModels, folder: RunWriter) -> Followed | None:
+    """Returns the recipe that the run follows, with the weights that the run began with, and
+    writes it into the run's folder; None if it follows none. Prints if these weights are not those
+    of the recipe."""
+    followed = follow(job)
+    if followed is None:
+        return None
+    followed = with_first_weights(followed, models.weights, models.frozen)
+    if followed.weights_text():
+        job.console.note(followed.weights_text())
+    folder.write_recipe(followed.stored_text())
+    return followed
 
 
 def reads_own_model(job: Job) -> bool:

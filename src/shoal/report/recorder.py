@@ -25,6 +25,7 @@ from shoal.runs.layout import parts_of
 from shoal.runs.lines import Summary, evaluation_scalars
 from shoal.runs.metrics import ENVIRONMENT, MetricSet, logged_name
 from shoal.runs.reader import reward_changed_at
+from shoal.runs.recipe import Followed
 from shoal.runs.summary import account_text, curve_text, summary_facts, version_text
 from shoal.runs.writer import RunWriter
 from shoal.text import FAILED_CALL, count, duration
@@ -96,6 +97,7 @@ class Recorder:
     warned: list[Finding] = field(default_factory=list)  # findings since the loop last read them
     # number of steps between answers in the terminal, and tables of them for the sinks; 0: none
     completions_every: int = 0
+    followed: Followed | None = None  # the recipe whose band evaluations are held against
     _exhausted: bool = False
     # seconds per completion of the last evaluation in which nothing was compiled
     _evaluation_rate: float | None = None
@@ -334,6 +336,10 @@ class Recorder:
         before = self.evaluations.get(0, {}).get(main, {})
         with self.folder.during("evaluation", version):
             self._warn(self.watch.evaluation(version, before, figures.get(main, {})))
+            position = self.followed.position(version, figures) if self.followed else None
+            if position:
+                self.console.note(position.text)
+                self._warn(self.watch.recipe(position))
 
     def scores(self) -> dict[int, float]:
         """Returns version -> its score, by which checkpoints are compared: the accuracy on the

@@ -17,6 +17,7 @@ from shoal.findings import Finding, Level
 from shoal.records import Failure, Group
 from shoal.runs.diagnosis import ROWS, SKIPPED_UPDATES, SYMPTOMS, Figure, Row, diagnose
 from shoal.runs.metrics import ENVIRONMENT
+from shoal.runs.recipe import Position
 
 
 def step_figures(metrics: Mapping[str, float]) -> dict[str, Figure]:
@@ -177,6 +178,12 @@ class Watch:
             name = "accuracy_below_first_while_reward_rises"
         words = {"version": version, "accuracy": accuracy, "low": low_before}
         return self._findings([Figure(name, low_before - highest, words=words)])
+
+    def recipe(self, position: Position) -> list[Finding]:
+        """Returns a list with a warning if an evaluation lies below the band of the run's recipe;
+        else [], and [] if that was warned of before."""
+        words = {"text": position.text, "differs": position.differs}
+        return self._findings([Figure("recipe_shortfall", position.shortfall, words=words)])
 
     def _findings(self, figures: Sequence[Figure]) -> list[Finding]:
         """Returns the findings that these figures show, in the order of ROWS, without those that

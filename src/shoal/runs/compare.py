@@ -428,13 +428,9 @@ def act_on_steps(differing: Iterable[SettingDifference]) -> bool:
     return False
 
 
-def incomparable(differing: Iterable[SettingDifference]) -> str:
-    """Returns a sentence that says what cannot be compared between runs that differ in these
-    settings; "" if everything can. If both questions and rewards differ, the sentence is the one on
-    questions. Keys that this version does not know do not count.
-
-    If the first stage of a key is "data" and it also acts on rewards, the runs ask other questions.
-    If its first stage is "rewards", the runs give other rewards for the same answers."""
+def of_other_scores(differing: Iterable[SettingDifference]) -> tuple[list[str], list[str]]:
+    """Returns (keys that ask other questions, keys that give other rewards for the same answers)
+    among settings that differ; see `incomparable`."""
     of_questions = []
     of_rewards = []
     for difference in differing:
@@ -445,6 +441,17 @@ def incomparable(differing: Iterable[SettingDifference]) -> str:
             of_questions.append(difference.key)
         elif stages[0] == "rewards":
             of_rewards.append(difference.key)
+    return of_questions, of_rewards
+
+
+def incomparable(differing: Iterable[SettingDifference]) -> str:
+    """Returns a sentence that says what cannot be compared between runs that differ in these
+    settings; "" if everything can. If both questions and rewards differ, the sentence is the one on
+    questions. Keys that this version does not know do not count.
+
+    If the first stage of a key is "data" and it also acts on rewards, the runs ask other questions.
+    If its first stage is "rewards", the runs give other rewards for the same answers."""
+    of_questions, of_rewards = of_other_scores(differing)
     if of_questions:
         return (
             f"these runs differ in {', '.join(of_questions)}: their rewards, accuracies, groups "

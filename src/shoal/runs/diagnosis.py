@@ -244,6 +244,14 @@ ROWS = (
         "optimizer.lr",
         symptom="the-reward-falls-after-some-steps",
     ),
+    Row(
+        "below recipe",
+        "recipe_shortfall",
+        ">",
+        0,
+        "{differs}; below its band: {text}",
+        symptom="a-run-is-below-its-recipe",
+    ),
     # ---- of a reward function, over all steps so far
     Row(
         "constant",

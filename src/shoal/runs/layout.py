@@ -103,6 +103,10 @@ CONFIG = "config.yaml"
 DECIDED = "decided.yaml"
 
 
+RECIPE = "recipe.yaml"
+"""The recipe that a run follows, with all its settings; absent if it follows none."""
+
+
 SUMMARY = "summary.json"
 
 

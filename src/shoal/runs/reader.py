@@ -1,6 +1,7 @@
 """Reads a run on disk: every file of its folder. Nothing is written here.
 
     config.yaml, config_40.yaml    config, segments, config_at(version); settings() as plain data
+    recipe.yaml                    recipe()
     metrics.jsonl                  steps(), metrics()
     evaluations.jsonl              evaluations()
     events.jsonl                   events()
@@ -25,7 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from pathlib import Path
@@ -34,6 +35,7 @@ from typing import Any, Generic, TypeVar
 from shoal.buckets import address
 from shoal.config.commands import stages_of
 from shoal.config.key import keys_of
+from shoal.config.recipe_files import ABOUT, Recipe, read_recipe
 from shoal.config.stored import Decision, config_of, decisions_of, resolved
 from shoal.config.train import Config
 from shoal.config.yaml_files import flat_values
@@ -44,6 +46,7 @@ from shoal.runs.layout import (
     CONFIG,
     LAST,
     LOCK,
+    RECIPE,
     SUMMARY,
     decided_file,
     find_run,
@@ -62,6 +65,7 @@ from shoal.runs.lines import (
     evaluation_scalars,
     flat_yaml,
     json_ready,
+    leaves,
     reason,
     rounded,
 )
@@ -217,6 +221,21 @@ class StoredRun:
         except (ValueError, ShoalError) as error:
             self.add_problem(name, f"is damaged ({reason(error)})")
             return {}
+
+    def recipe(self) -> Recipe | None:
+        """Returns the recipe that the run follows, with its settings, from recipe.yaml; None if
+        there is none. If the file is damaged: None and a problem of the run; with strict reading
+        ShoalError."""
+        text = self.text(RECIPE, MAX_CONFIG_BYTES)
+        if not text:
+            return None
+        try:
+            values = dict(bounded_yaml(text))
+            recipe = read_recipe(values.pop(ABOUT, None), RECIPE, RECIPE)
+            return replace(recipe, config=config_of(dict(leaves(values))))
+        except (ValueError, ShoalError) as error:
+            self.add_problem(RECIPE, f"is damaged ({reason(error)})")
+            return None
 
     @property
     def decided_keys(self) -> frozenset[str]:

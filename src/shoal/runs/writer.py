@@ -42,6 +42,7 @@ from shoal.runs.layout import (
     CONFIG,
     DECIDED,
     LAST,
+    RECIPE,
     SUMMARY,
     Lock,
     decided_file,
@@ -234,6 +235,10 @@ class RunWriter:
         write_atomically(decided_file(path), [decided.rstrip("\n")])
         write_atomically(path, [config.rstrip("\n")])
 
+    def write_recipe(self, text: str) -> None:
+        """Writes recipe.yaml, the recipe that the run follows (`Followed.stored_text`)."""
+        write_atomically(self.path / RECIPE, [text.rstrip("\n")])
+
     def write_hydra(self, config: str, overrides: Sequence[str]) -> None:
         """Writes the files that Hydra writes (config.yaml, overrides.yaml, hydra.yaml) to the run's
         folder `.hydra`, for people who look for them there; nothing in Shoal reads them. `config`:
@@ -412,5 +417,7 @@ class NullRunWriter(RunWriter):
     def _nothing(self, *_: Any, **__: Any) -> Any:
         pass
 
-    remember = write_config = write_metrics = write_evaluation = write_event = _nothing
+    remember = write_config = write_recipe = write_metrics = write_evaluation = write_event = (
+        _nothing
+    )
     write_groups = write_pass_rates = write_summary = close = sync = _nothing

@@ -1,10 +1,11 @@
-"""Reward functions that are known by name: TRL's ready ones, and DAPO's overlong penalty.
+"""Reward functions that are known by name: TRL's ready ones, DAPO's overlong penalty, and one for
+short answers.
 
     reward=accuracy_reward,think_format_reward
     reward='get_cosine_scaled_reward(max_len=512)'
 
-They are written from TRL's documentation and give the same numbers; what TRL logs about parsed
-answers is not logged.
+Those of TRL are written from its documentation and give the same numbers; what TRL logs about
+parsed answers is not logged.
 """
 
 from __future__ import annotations
@@ -256,12 +257,28 @@ def verl_reward(
     return scores
 
 
+FULL_REWARD_WORDS, NO_REWARD_WORDS = 6, 40
+"""Words of the longest answer with the whole `brief_reward`, and of the shortest with none."""
+
+
+def brief_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
+    """Returns for each completion 1.0 up to FULL_REWARD_WORDS words, falling in a line to 0.0 at
+    NO_REWARD_WORDS. An empty answer has 0."""
+    rewards = []
+    for completion in completions:
+        num_words = len(completion_text(completion).split())
+        share_left = (NO_REWARD_WORDS - num_words) / (NO_REWARD_WORDS - FULL_REWARD_WORDS)
+        rewards.append(min(1.0, max(0.0, share_left)) if num_words else 0.0)
+    return rewards
+
+
 _MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward,
     "reasoning_accuracy_reward": reasoning_accuracy_reward,
     "think_format_reward": think_format_reward,
     "verl_reward": verl_reward,
+    "brief_reward": brief_reward,
 }
 FACTORIES: dict[str, tuple[Callable[..., Callable[..., Any]], dict[str, Any]]] = {
     # TRL's own script takes these two numbers.

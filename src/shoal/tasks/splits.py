@@ -25,6 +25,12 @@ from shoal.tasks.data_folder import Published, fetch_folder, named_files, open_f
 from shoal.tasks.task import DataReport, Task
 from shoal.text import did_you_mean
 
+ASSETS = Path(__file__).parents[1] / "assets" / "data"
+PACKAGED = ("short_questions",)
+"""Names in `task.path` that mean rows which come with the package, unless a file or folder has the
+name: 80 questions that a few words answer."""
+
+
 _HELD_OUT_SHARE = 10
 """If the data has no rows to evaluate on, one of this many is held out."""
 
@@ -271,10 +277,11 @@ def _find_files(
     task: TaskSection, published: Published
 ) -> tuple[list[Path], list[Path], list[str]]:
     """Returns the files to train on, the files to evaluate on ([] if there are none), and notes for
-    the user. `task.path` may be a file, a folder, a hub id or an address in a bucket; files of the
-    hub and of buckets are downloaded. Without a path, `task.files` are patterns from the current
-    directory if the task has no data set on the hub. ShoalError for data that is not found, an
-    empty name of a split, and a `task.template`, which only `custom` can use."""
+    the user. `task.path` may be a file, a folder, a name of PACKAGED, a hub id or an address in a
+    bucket; files of the hub and of buckets are downloaded. Without a path, `task.files` are
+    patterns from the current directory if the task has no data set on the hub. ShoalError for data
+    that is not found, an empty name of a split, and a `task.template`, which only `custom` can
+    use."""
     name = published.task
     if task.template:
         raise ShoalError(
@@ -288,6 +295,8 @@ def _find_files(
                 f"{getattr(TaskSection, key)}"
             )
     path = find_input(task.path, "task.path", weights=True, groups=True)
+    if task.path in PACKAGED and not path.exists():
+        return [ASSETS / f"{task.path}.jsonl"], [], []
     if task.path and path.is_file():
         notes = []
         for key in ("subset", "files"):

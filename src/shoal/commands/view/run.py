@@ -81,6 +81,25 @@ def overview(
     }
 
 
+def recipe_band(run: StoredRun) -> dict[str, Any] | None:
+    """Returns the band of the recipe that the run follows: name, metric, number of seeds, steps (x)
+    with their lowest and highest values, and `apart`, what makes it mean less for this run. None if
+    the run follows none, or none that its evaluations are held against."""
+    recipe = run.recipe()
+    if recipe is None or recipe.band is None or not recipe.holds:
+        return None
+    ends = recipe.band.steps.values()
+    return {
+        "name": bounded_line(recipe.name),
+        "metric": recipe.band.metric,
+        "seeds": recipe.band.seeds,
+        "x": list(recipe.band.steps),
+        "low": [rounded(low) for low, _ in ends],
+        "high": [rounded(high) for _, high in ends],
+        "apart": bounded_line(recipe.apart),
+    }
+
+
 def _columns_since(curves: Curves, since: int) -> dict[str, Sequence[float]]:
     """Returns metric -> its values in the steps after version `since`, which are those that began
     from it or a later one; all steps if it is 0."""

@@ -31,12 +31,13 @@ from shoal.commands.view.run import (
     home_row,
     overview,
     progress,
+    recipe_band,
     shown_differences,
 )
 from shoal.files import check_local
 from shoal.records import ShoalError
 from shoal.runs.group_table import COLUMNS, COMPLETION_COLUMNS, Database, GroupTable
-from shoal.runs.layout import CONFIG, DECIDED, LAST, SUMMARY, is_run
+from shoal.runs.layout import CONFIG, DECIDED, LAST, RECIPE, SUMMARY, is_run
 from shoal.runs.lines import EvaluationLine, EventLine
 from shoal.runs.reader import Evaluations, LineReader, StoredRun, open_runs
 from shoal.tasks.task import ROWS
@@ -138,6 +139,11 @@ class OpenRun:
     @property
     def events(self) -> list[EventLine]:
         return self._stored(EventLine.FILE, self.run.events)
+
+    @property
+    def recipe(self) -> dict[str, Any] | None:
+        """Returns the band of the recipe that the run follows (`recipe_band`)."""
+        return self._stored(RECIPE, lambda: recipe_band(self.run))
 
     @property
     def progress(self) -> dict[str, Any]:
@@ -451,10 +457,11 @@ def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     """Returns the record of the Run view: verdict, table, topics of metrics, events, settings and
-    more (`overview`), with `progress` and the number of groups files that are `waiting` to be read.
-    All but the last two are cached until something of the run has changed."""
+    more (`overview`), with `progress`, the band of its `recipe`, and the number of groups files
+    that are `waiting` to be read. All but these are cached until something has changed."""
     progress = opened.progress
     events = opened.events
+    recipe = opened.recipe
     revision = (
         opened.curves.revision,
         len(opened.evaluations.lines),
@@ -475,7 +482,7 @@ def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
         )
 
     record = opened.kept("overview", revision, make)
-    return record | {"progress": progress, "waiting": opened.index.waiting}
+    return record | {"progress": progress, "recipe": recipe, "waiting": opened.index.waiting}
 
 
 def _curves(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:

@@ -55,16 +55,18 @@ function columnsOf(one, smoothing, banded) {
     ...(banded ? [one.low ?? one.y.map(() => null), one.high ?? one.y.map(() => null)] : [])];
 }
 
-/** A metric of one or several runs as data of a plot: steps, then the columns of each run. */
-function chartData(series, smoothing, banded) {
-  const steps = [...new Set(series.flatMap((one) => one.x))].sort((a, b) => a - b);
+/** A metric of one or several runs as data of a plot: steps, then the columns of each run, then the ends of a recipe's band. */
+function chartData(series, smoothing, banded, recipe) {
+  const steps = [...new Set([...series.flatMap((one) => one.x), ...recipe?.x ?? []])].sort((a, b) => a - b);
   const place = new Map(steps.map((step, index) => [step, index]));
-  const columns = series.flatMap((one) => columnsOf(one, smoothing, banded).map((values) => {
+  const atSteps = (x, values) => {
     const column = new Array(steps.length).fill(null);
-    one.x.forEach((step, index) => { column[place.get(step)] = values[index]; });
+    x.forEach((step, index) => { column[place.get(step)] = values[index]; });
     return column;
-  }));
-  return [steps, ...columns];
+  };
+  const columns = series.flatMap((one) => columnsOf(one, smoothing, banded).map((values) => atSteps(one.x, values)));
+  const ends = recipe ? [recipe.low, recipe.high].map((values) => atSteps(recipe.x, values)) : [];
+  return [steps, ...columns, ...ends];
 }
 
 /** Whether a metric says anything: false where all its values are one. */
@@ -82,7 +84,7 @@ function axisLabel(tick, unit) {
 
 export class Chart {
   /** `series`: [{name, x, y, low, high, n, place}]; `options`: title, unit, meaning, events, smoothing, log, range, onZoom,
-   * onStep, large, pinned, onPin, `axis` {name, toX, toStep}. */
+   * onStep, large, pinned, onPin, `axis` {name, toX, toStep}, `recipe` {name, seeds, x, low, high, apart}, a band. */
   constructor(series, options) {
     this.options = { axis: STEPS, ...options };
     this.format = options.unit === "share" ? percent : (value) => num(value) + (options.unit ? ` ${options.unit}` : "");
@@ -96,13 +98,20 @@ export class Chart {
     this.node = el("figure", { class: options.large ? "chart large" : "chart" },
       el("figcaption", {}, el("span", { class: "name", text: options.title }),
         this.value,
-        options.meaning ? help : null, pin), meaning, this.plotBox);
+        options.meaning ? help : null, pin), meaning, this.recipeNote(), this.plotBox);
     this.series = series;
     this.plot = null;
     this.width = 0;
     this.observer = new ResizeObserver(([entry]) => this.resize(Math.floor(entry.contentRect.width)));
     this.observer.observe(this.plotBox);
     this.describe();
+  }
+
+  recipeNote() {
+    const { recipe } = this.options;
+    if (!recipe) return null;
+    const text = `grey: ${num(recipe.seeds)} seeds of recipe ${recipe.name}`;
+    return el("p", { class: "faint recipe", dir: "auto", text: recipe.apart ? `${text}; ${recipe.apart}` : text });
   }
 
   describe() {
@@ -140,13 +149,13 @@ export class Chart {
   }
 
   get data() {
-    return chartData(this.series, this.options.smoothing, this.banded);
+    return chartData(this.series, this.options.smoothing, this.banded, this.options.recipe);
   }
 
   draw() {
     this.plot?.destroy();
     if (!this.width) return;
-    const { smoothing, log, range, onZoom, axis: across, unit, large } = this.options, { data, stride, banded } = this;
+    const { smoothing, log, range, onZoom, axis: across, unit, large, recipe } = this.options, { data, stride, banded } = this;
     const positive = log && data.slice(1).every((column) => column.every((value) => value === null || value > 0));
     const isShort = data[0].length < 40; // then each step is a point
     const lines = this.series.flatMap((one) => {
@@ -158,6 +167,10 @@ export class Chart {
     });
     const bands = banded ? this.series.map((one, place) => ({ high: (place + 1) * stride, low: (place + 1) * stride - 1,
       fill: `${runColour(one.place)}2e` })) : [];
+    if (recipe) {
+      lines.push({ width: 0 }, { width: 0 });
+      bands.unshift({ high: data.length - 1, low: data.length - 2, fill: `${colour("--muted")}3d` });
+    }
     this.plot = new LinePlot(this.plotBox, {
       width: this.width, height: this.height, data, lines, bands, log: positive,
       range: range?.map(across.toX) ?? null, share: across.name, label: large ? across.name : "",
@@ -187,7 +200,12 @@ export class Chart {
       const value = format(plot.data[1 + stride * index][place]), own = one.x.indexOf(at);
       return own < 0 || !this.banded || one.low?.[own] === null ? value
         : `${value} (${format(one.low[own])} to ${format(one.high[own])}${one.n?.[own] ? `, ${num(one.n[own])} questions` : ""})`;
-    }).join(" · ");
+    }).join(" · ") + this.recipeReading(at);
+  }
+
+  recipeReading(at) {
+    const { recipe } = this.options, place = recipe?.x.indexOf(at) ?? -1;
+    return place < 0 ? "" : ` · recipe ${this.format(recipe.low[place])} to ${this.format(recipe.high[place])}`;
   }
 
   /** Marks on the time line: warnings, spikes, failures. */
@@ -217,7 +235,7 @@ export class Chart {
     this.describe();
     const same = this.plot && before.smoothing === this.options.smoothing && before.log === this.options.log
       && String(before.range) === String(this.options.range) && before.axis.name === this.options.axis.name
-      && this.plot.data.length - 1 === series.length * this.stride && !options?.redraw;
+      && this.plot.data.length - 1 === series.length * this.stride + (this.options.recipe ? 2 : 0) && !options?.redraw;
     if (same) this.plot.setData(this.data);
     else this.draw();
   }

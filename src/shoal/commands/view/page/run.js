@@ -215,10 +215,20 @@ async function zoom(view, range) {
   updateCharts(view, here().parameters);
 }
 
+/** The band of the recipe that a run follows; by time and tokens as far as the run is. Several runs have none. */
+function recipeOf(view, metric) {
+  const [{ recipe }] = view.records, [curves] = view.curves, axis = here().parameters.x;
+  if (recipe?.metric !== metric || view.names.length > 1) return null;
+  const last = curves.x[curves.x.length - 1] ?? 0;
+  const kept = recipe.x.map((_, place) => place).filter((place) => !curves[axis] || recipe.x[place] <= last);
+  return { ...recipe, x: kept.map((place) => along(curves, axis, recipe.x[place])), low: kept.map((place) => recipe.low[place]),
+    high: kept.map((place) => recipe.high[place]) };
+}
+
 function chartOptions(view, parameters, metric) {
   const about = view.records.map((record) => record.about[metric]).find(Boolean) ?? {};
   return {
-    title: metric, unit: about.unit === "1" ? "" : about.unit, meaning: about.meaning,
+    recipe: recipeOf(view, metric), title: metric, unit: about.unit === "1" ? "" : about.unit, meaning: about.meaning,
     events: view.records.flatMap((record) => record.events), axis: axisOf(view, parameters),
     smoothing: metric.startsWith("evaluate/") ? 0 : Number.parseFloat(parameters.smooth ?? SMOOTHING) || 0, log: parameters.log === "1",
     range: rangeOf(parameters), onZoom: (range) => zoom(view, range), pinned: pins.has(metric),

@@ -155,7 +155,8 @@ def test_each_command_calls_its_job(calls, command, words, called, config):
     assert cli.main([command, *words]) == 0
     [(name, args, kwargs)] = calls
     assert (name, args[0]) == (called, config)
-    assert len(args) == 1 and list(kwargs) == ["console"]
+    expected = ["console", "recipe"] if called == "train" else ["console"]
+    assert len(args) == 1 and list(kwargs) == expected
 
 
 def test_what_a_preset_sets_is_said(calls, capsys):

@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ from stored_runs import (
     HOSTILE,
     MESSAGES,
     append_step,
-    follow_recipe,
     in_turns,
     stored_group,
     write_lines,
@@ -58,7 +56,7 @@ from shoal.config.train import Config
 from shoal.records import ShoalError
 from shoal.runs import group_table
 from shoal.runs.groups import read_file, write_file
-from shoal.runs.layout import RECIPE, process_start
+from shoal.runs.layout import process_start
 from shoal.runs.lines import flat_yaml
 from shoal.runs.metrics import wilson_interval
 from shoal.runs.reader import MAX_LINE_BYTES, StoredRun, _newest, open_runs
@@ -473,34 +471,6 @@ def test_the_weights_of_rewards_are_known_before_the_groups_are_read(run, tmp_pa
         file.unlink()
     assert unread.runs["first"].index.weights == {"correct": 1.0, "format": 0.1}
     unread.close()
-
-
-def test_a_run_shows_the_band_of_its_recipe_or_why_it_cannot(tmp_path):
-    run = write_run(tmp_path / "run", 2)
-    with closing(Viewer([str(run)])) as viewer:
-        viewer.read_all()
-        assert viewer.answer("overview", {"run": "run"})["recipe"] is None
-        follow_recipe(run, apart="this run has lr=1")
-        band = viewer.answer("overview", {"run": "run"})["recipe"]
-        assert band["name"] == "word-problems" and band["apart"] == "this run has lr=1"
-        assert band["metric"] == "evaluate/held_out/accuracy" and band["seeds"] == 5
-        assert band["x"] == [0, 10, 20, 30, 40] and band["low"][4] < band["high"][4]
-        follow_recipe(run, holds=False)
-        assert viewer.answer("overview", {"run": "run"})["recipe"] is None
-        for damaged in ("about: {what: a}", "about: 3", "- 1", "model: {path: 3", HOSTILE_RECIPE):
-            (run / RECIPE).write_text(damaged)
-            found = viewer.answer("overview", {"run": "run"})
-            assert found["recipe"] is None, damaged
-            assert any(line.startswith("recipe.yaml: is damaged") for line in found["problems"])
-
-
-HOSTILE_RECIPE = """\
-about:
-  what: a
-  hardware: b
-  seconds: .inf
-  expected: {metric: a, seeds: 1e300, steps: {0: [-.inf, .nan]}}
-"""
 
 
 def test_the_overview_answers_how_it_goes(viewer):

@@ -219,6 +219,17 @@ def test_a_group_has_everything_that_scored_it(viewer):
     )
 
 
+def test_the_prompt_stands_there_as_the_model_read_it(viewer, run):
+    from shoal.chat.tokenizer import Tokenizer
+
+    where = {"run": "first", "file": "step_000002", "group": "0"}
+    stored = read_file(run / "groups" / "step_000002.parquet")[0].group
+    text = Tokenizer.load(run / "model").decode(
+        stored.prompt_ids.tolist(), skip_special_tokens=False
+    )
+    assert text and viewer.answer("group", where)["prompt_read"] == text
+
+
 def test_tokens_have_what_the_loss_saw(viewer, run):
     data = viewer.answer(
         "tokens", {"run": "first", "file": "step_000002", "group": "0", "completion": "0"}
@@ -332,6 +343,51 @@ def test_prompts_through_time(viewer):
         0,
         40,
     ]
+
+
+def test_a_prompt_has_all_its_groups_and_its_neighbours(viewer):
+    found = viewer.answer("prompt", {"run": "first", "set": "train", "row": "1"})
+    assert [group["step"] for group in found["groups"]] == list(range(2, 41, 3))
+    assert (found["total"], found["previous"], found["next"]) == (13, 0, 2)
+    assert {(group["row"], group["set"]) for group in found["groups"]} == {(1, "train")}
+    of_question = viewer.answer("prompt", {"run": "first", "set": "held_out", "row": "0"})
+    values = [(group["file"], group["pass"]) for group in of_question["groups"]]
+    assert values == [("evaluate_held_out_000000", 0), ("evaluate_held_out_000040", 1)]
+    assert (of_question["previous"], of_question["next"]) == (None, 1)
+    nothing = viewer.answer("prompt", {"run": "first", "set": "'; DROP", "row": "0"})
+    assert nothing["groups"] == [] and nothing["total"] == 0
+    with pytest.raises(ShoalError, match="row='x': expected an integer"):
+        viewer.answer("prompt", {"run": "first", "set": "train", "row": "x"})
+
+
+def test_the_questions_that_two_runs_share(tmp_path):
+    def evaluated(name: str, rights: Sequence[bool], words: str = "question") -> Path:
+        """A run whose newest evaluation answers questions 0, 1, ... right or wrong."""
+        path = write_run(tmp_path / name, 4)
+        asked = []
+        for row, right in enumerate(rights):
+            group = stored_group(4, row, [1.1 if right else 0.1], subset="held_out")
+            prompt = [{"role": "user", "content": f"{words} {row}"}]
+            asked.append(replace(group, example=replace(group.example, prompt=prompt)))
+        write_file(path / "groups" / "evaluate_held_out_000004.parquet", asked)
+        return path
+
+    paths = (
+        evaluated("a", [True, False, True, False]),
+        evaluated("b", [True, True, False, True]),
+        evaluated("c", [True] * 4, "another question"),
+    )
+    viewer = opened(*paths)
+    shared = viewer.answer("shared", {"run": "a", "other": "b"})
+    assert (shared["total"], shared["num_better"], shared["num_worse"]) == (4, 2, 1)
+    better = [(one["row"], one["prompt"], one["a"], one["b"]) for one in shared["better"]]
+    assert better == [(1, "question 1", 0, 1), (3, "question 3", 0, 1)]
+    assert [one["row"] for one in shared["worse"]] == [2]
+    # Rows 0 and 1 were asked in the same words before training; the others have other words.
+    assert viewer.answer("shared", {"run": "a", "other": "c"})["total"] == 2
+    with pytest.raises(ShoalError, match="there is no run 'nowhere' here"):
+        viewer.answer("shared", {"run": "a", "other": "nowhere"})
+    viewer.close()
 
 
 # ---- completions
@@ -747,6 +803,16 @@ def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
             rows[row["key"]] = row["differs"]
         viewer.close()
         assert [rows[key] for key in sorted(decided)] == [name == "set"] * 2
+
+
+def test_keys_that_an_older_version_lacks_are_no_difference_at_their_default():
+    old = {"seed": 0, "task.name": "words"}
+    assert compared([old, old | {"task.system": ""}])["differing"] == []
+    chosen = compared([old, old | {"task.system": "Be brief."}])
+    assert [row["key"] for row in chosen["differing"]] == ["task.system"]
+    # A key that this version does not know has no default.
+    unknown = compared([old, old | {"task.nothing": ""}])["differing"]
+    assert [row["key"] for row in unknown] == ["task.nothing"]
 
 
 def test_keys_of_data_that_is_read_mean_nothing_for_questions_that_are_made():

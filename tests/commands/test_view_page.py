@@ -56,6 +56,7 @@ VIEWS = {
     "run": ("#/run?run=first", "What moves the reward"),
     "groups": ("#/groups?run=first", "84 groups"),
     "completions": ("#/completions?run=first", "324 completions"),
+    "prompt": ("#/prompt?run=first&set=train&row=1&other=hostile", "answered 13 times"),
     "group": (f"#/group?run=first&{GROUP}&compare=0", "sampled after step 1, "),
     "tokens": (f"#/tokens?run=first&{GROUP}&completion=0&token=4&colour=gap", "token by token"),
     "comparison": ("#/run?runs=first%2Chostile", "Where they first differ"),
@@ -362,7 +363,8 @@ def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
         assert names.all_inner_texts() == ["sweep/1", "sweep/0", "old"]
         row = page.locator("table.home tbody tr").first.inner_text()
         assert f"shoal train resume={path}" in row and "optimizer.lr 0.0003" in row
-        assert "50% → 100% ▲ +50 points" in row and "accuracy: 34.2% to 100%, 2 questions" in row
+        assert "50.0% → 100.0% ▲ +50.0 points" in row
+        assert "accuracy: 34.2% to 100.0%, 2 questions" in row
         (path / "checkpoints/6").mkdir(parents=True)  # it was stopped after its last step
         page.reload()
         settle(page, "evaluate and finish: ")
@@ -381,7 +383,7 @@ def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
         page.get_by_label("compare sweep/0").check()
         assert page.get_by_label("compare sweep/1").is_disabled()
         page.get_by_role("link", name="sweep/0").click()
-        settle(page, "too early to say: 6 steps, accuracy 50% → 100%")
+        settle(page, "too early to say: 6 steps, accuracy 50.0% → 100.0%")
         assert page.locator("h1").inner_text() == "sweep/0"
 
 
@@ -419,7 +421,7 @@ def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
 
 def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
     page.goto(address + "#/run?run=first")
-    settle(page, "driven by correct; accuracy 50% → 100% is too few questions to say")
+    settle(page, "driven by correct; accuracy 50.0% → 100.0% is too few questions to say")
     # two questions say nothing of accuracy
     assert page.locator(".verdict.good, .verdict.bad").count() == 0
     large = page.locator(".charts.main .chart .name").all_inner_texts()
@@ -536,12 +538,14 @@ def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):
     page.get_by_role("link", name="question 2").click()
     settle(page, "This prompt through the run")
     page.get_by_role("link", name="This prompt through the run").click()
+    settle(page, "Row 2 of train, answered 13 times")
+    page.get_by_role("link", name="groups of train").click()
     settle(page, "13 groups")
     page.get_by_role("link", name="questions learned").click()
     settle(page, "\n1 group\n")
     assert page.locator("tbody tr").first.locator(".c-change").inner_text() == "1"
     page.locator("tbody a").first.click()
-    settle(page, "Group 0 of held_out, after step 40")
+    settle(page, "Row 0 of held_out, answered 2 times")
     page.go_back()
     page.get_by_role("link", name="Clear").click()
     settle(page, "84 groups")
@@ -576,6 +580,78 @@ def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):
     settle(page, "324 completions")
     page.keyboard.press("4")
     settle(page, "Checked, and fine")
+
+
+def test_a_question_stands_before_and_after_beside_itself(page, address):
+    page.goto(address + "#/run?run=first")
+    settle(page, "Questions of evaluations, before and after")
+    questions = page.locator(".view").get_by_text("question 0", exact=True)
+    assert page.get_by_role("link", name="1 learned").count() == 1
+    questions.first.click()
+    settle(page, "Row 0 of held_out, answered 2 times")
+    sides = page.locator(".sides section")
+    assert "answer 0.1 of step 0" in sides.nth(0).inner_text()
+    assert "answer 1.1 of step 40" in sides.nth(1).inner_text()
+    assert sides.nth(0).locator(".badge").all_inner_texts() == ["wrong"]
+    assert sides.nth(1).locator(".badge").all_inner_texts() == ["right"]
+    # What differs is marked on both sides; of an evaluation no advantage is spoken of.
+    assert sides.nth(0).locator("mark").all_inner_texts() == ["0", "0"]
+    assert "advantage" not in sides.nth(0).inner_text()
+    cells = page.locator(".strip a")
+    assert cells.evaluate_all("all => all.map(one => one.title)") == [
+        "before training: reward 0.1, 0.0% right",
+        "after step 40: reward 1.1, 100.0% right",
+    ]
+    page.keyboard.press("n")
+    settle(page, "Row 1 of held_out, answered 2 times")
+    page.locator(".strip a").last.click()
+    settle(page, "Group 1 of held_out, after step 40")
+
+
+def test_a_prompt_has_a_strip_of_its_steps(page, address):
+    page.goto(address + "#/prompt?run=first&set=train&row=1")
+    settle(page, "Row 1 of train, answered 13 times")
+    assert page.locator(".strip li").count() == 13
+    heights = "all => all.map(one => one.getAttribute('height'))"
+    assert set(page.locator(".strip .bar").evaluate_all(heights)) == {"0.600"}  # of 1
+    page.get_by_label("Before").select_option("0.step_000011.0")
+    page.wait_for_function("() => location.hash.includes('left=0.step_000011.0')")
+    settle(page, "answer 1.1 of step 10")
+    assert page.locator(".strip a.chosen").count() == 2
+    page.get_by_label("beside").select_option("hostile")
+    settle(page, "hostile was never asked this row.")
+    assert "The other run has no group of this row." in page.locator(".sides").inner_text()
+    page.goto(address + "#/prompt?run=first&set=train&row=77")
+    settle(page, "No group of row 77 of train has been read")
+
+
+def test_two_runs_answer_one_question_side_by_side(page, tmp_path):
+    runs = [write_run(tmp_path / name, 3) for name in ("first", "second")]
+    asked = [stored_group(3, row, [0.1], ["<i>no</i> idea"], subset="held_out") for row in range(2)]
+    write_file(runs[1] / "groups" / "evaluate_held_out_000003.parquet", asked)
+    with viewed(*runs) as address:
+        page.goto(address)
+        settle(page, "second answers 0 better than first and 2 worse")
+        page.locator(".comparison").get_by_role("link", name="question 1").click()
+        settle(page, "Reward by step, second")
+        sides = page.locator(".sides section")
+        assert "answer 1.1 of step 3" in sides.nth(0).inner_text()
+        assert "<i>no</i> idea" in sides.nth(1).inner_text() and not page.locator("main i").count()
+        assert page.get_by_label("Right").locator("option:checked").inner_text() == (
+            "second, after step 3, reward 0.1"
+        )
+
+
+def test_each_view_shows_how_much_lint_has_found(page, tmp_path):
+    def cheating(step: int) -> list[Any]:
+        texts = ["the same words"] * 4
+        return [stored_group(step, row, [1.0] * 4, texts, correct=[False] * 4) for row in range(3)]
+
+    with viewed(write_run(tmp_path / "cheating", 12, cheating)) as address:
+        for link in ("groups?", "completions?", "group?file=step_000001&group=0&"):
+            page.goto("about:blank")
+            page.goto(f"{address}#/{link}run=cheating")
+            page.wait_for_function("() => document.querySelector('[data-tab=lint] .number')")
 
 
 def test_completions_are_filtered_opened_and_saved(page, address):
@@ -722,6 +798,43 @@ def test_links_show_what_they_name(browser, odd):
         assert page.locator(".t.selected").get_attribute("data-t") == "1400"
 
 
+MARKED = """<think>I **add** them.</think># The sum
+Take `a + b`, *slowly*:
+- one <img src=x onerror=alert(1)>
+2. two
+```
+if a < b: <script>document.title = 'hacked'</script>
+```
+**done**"""
+
+
+def test_text_is_raw_or_rendered(page, tmp_path):
+    run = write_run(
+        tmp_path / "first", 1, lambda step: [stored_group(step, 1, [0.1, 1.0], [MARKED, "plain"])]
+    )
+    with viewed(run) as address:
+        page.goto(address + "#/group?run=first&file=step_000001&group=0&compare=none")
+        settle(page, "2 completions")
+        text = page.locator("[data-completion='0'] .text").first
+        assert text.inner_text() == MARKED and not text.locator("strong, pre, details").count()
+        page.get_by_label("Text").select_option("rendered")
+        text = page.locator("[data-completion='0'] .text.rendered").first
+        assert text.locator("summary").inner_text() == "think: 15 characters"
+        assert text.locator(".heading").inner_text() == "The sum"
+        assert text.locator("em").inner_text() == "slowly"
+        assert text.locator(".item").all_inner_texts() == [
+            "• one <img src=x onerror=alert(1)>",
+            "2. two",
+        ]
+        assert "<script>document.title = 'hacked'</script>" in text.locator("pre").inner_text()
+        assert page.locator("main img, main script").count() == 0 and "hacked" not in page.title()
+        page.reload()
+        settle(page, "2 completions")
+        assert page.get_by_label("Text").input_value() == "rendered"
+        page.get_by_label("Text").select_option("raw")
+        assert page.locator("[data-completion='0'] .text").first.inner_text() == MARKED
+
+
 def test_what_models_wrote_is_text(page, address):
     page.goto(address + "#/group?run=hostile&file=step_000001&group=0&sort=sampled")
     settle(page, "4 completions")
@@ -798,6 +911,8 @@ def test_the_page_in_one_file_asks_for_nothing(browser, runs, tmp_path):
     with new_page(browser, offline=True) as page:
         page.on("request", lambda request: asked.append(request.url))
         for name, (link, text) in VIEWS.items():
+            if name == "prompt":  # a file has some groups of a prompt
+                continue
             page.goto("about:blank")
             page.goto(to.as_uri() + link)
             shown = {"groups": "3 groups", "completions": "12 completions"}

@@ -138,19 +138,19 @@ def test_a_reward_may_rise_without_more_right_answers():
     )
     assert (
         level == "warning"
-        and "driven by `format`, but hardly more right answers: accuracy 37% → 38%" in text
+        and "driven by `format`, but hardly more right answers: accuracy 37.0% → 38.0%" in text
     )
 
 
 def test_few_questions_do_not_show_that_a_reward_misleads():
     level, text = said(RISES, (0, 0.5, 2), (80, 1.0, 2))
-    assert level == "note" and text.endswith("accuracy 50% → 100% is too few questions to say")
+    assert level == "note" and text.endswith("accuracy 50.0% → 100.0% is too few questions to say")
 
 
 def test_a_run_does_not_learn():
     level, text = said(FLAT, (0, 0.37, 500), (80, 0.39, 500))
     assert level == "warning" and text.startswith(
-        "does not learn: accuracy 37% → 39%, reward 1.2 → 1.2 in 80 steps"
+        "does not learn: accuracy 37.0% → 39.0%, reward 1.21 → 1.19 in 80 steps"
     )
     assert "groups" not in text
     assert (
@@ -166,16 +166,17 @@ def test_a_run_gets_worse_and_what_moved_first():
     )
     assert (level, text) == (
         "bad",
-        "gets worse: accuracy 60% → 20% in 80 steps; from step 41 on, `entropy` first",
+        "gets worse: accuracy 60.0% → 20.0% in 80 steps; from step 41 on, `entropy` first",
     )
-    assert said(Columns(correct=(0.6, 0.1)))[1].startswith("gets worse: reward 0.58 → ")
+    assert said(Columns(correct=(0.6, 0.1)))[1].startswith("gets worse: reward 0.585 → ")
 
 
 def test_what_was_learned_can_be_lost_again():
     level, text = said(RISES, (0, 0.2, 500), (40, 0.7, 500), (80, 0.4, 500))
     assert (
         level == "warning"
-        and text == "learned and lost again: accuracy 20% → 40% in 80 steps, but 70% at step 40"
+        and text
+        == "learned and lost again: accuracy 20.0% → 40.0% in 80 steps, but 70.0% at step 40"
     )
 
 
@@ -203,7 +204,7 @@ def test_an_interval_too_wide_is_too_early_whatever_the_steps():
     flat = Columns(10, a=(0.35, 0.36))
     assert (
         said(flat, (0, 0.44, 50), (10, 0.56, 50), total=10)[1]
-        == "too early to say: 10 steps, accuracy 44% → 56%"
+        == "too early to say: 10 steps, accuracy 44.0% → 56.0%"
     )
 
 

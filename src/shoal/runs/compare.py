@@ -240,7 +240,8 @@ def chosen_differences(
     runs: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
 ) -> list[SettingDifference]:
     """Returns `setting_differences` without the settings that somebody chose in none of the runs
-    (`automatic_keys`).
+    (`automatic_keys`), and without those that a run of an older version lacks and the others leave
+    at their default.
 
     `decided`: for each run the keys that it decided itself; none if it is left out."""
     decided = decided or [()] * len(runs)
@@ -249,9 +250,21 @@ def chosen_differences(
         automatic_by_run.append(automatic_keys(settings, own))
     differing = []
     for difference in setting_differences(runs):
-        if not all(difference.key in automatic for automatic in automatic_by_run):
+        is_automatic = all(difference.key in automatic for automatic in automatic_by_run)
+        if not is_automatic and not _is_new_default(difference.key, runs):
             differing.append(difference)
     return differing
+
+
+def _is_new_default(key: str, runs: Sequence[Mapping[str, Any]]) -> bool:
+    """True if some runs lack the key, because their version did not have it, and all others have
+    its default."""
+    known = keys_of(Config).get(key)
+    values = [settings[key] for settings in runs if key in settings]
+    if known is None or len(values) == len(runs):
+        return False
+    default = json_ready(known.default)
+    return all(json_ready(value) == default for value in values)
 
 
 def metric_difference(

@@ -640,6 +640,15 @@ class GroupTable:
         order = f'{_ordered(column, descending)}, file, "group"'
         return self._page(source, values, names, order, limit, offset)
 
+    def prompt_rows(self, subset: str, row: int, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """Returns (rows, total) as `rows` does: the newest groups of one prompt, at most `limit`,
+        in the order of their steps. `subset`: the prompt's set; `row`: its row in the data."""
+        source = f'(SELECT * FROM {self.table} WHERE "set" = ? AND "row" = ?)'
+        names = ["file", *COLUMNS]
+        order = 'step DESC, file DESC, "group" DESC'
+        found, total = self._page(source, [subset, row], names, order, limit, 0)
+        return found[::-1], total
+
     def completion_rows(
         self,
         filter: str = "",

@@ -3,7 +3,8 @@
     views      opens runs; makes the record of a view      run       the Run view, several runs
     server     records and page over HTTP                  curves    metrics by step, spikes
     one_file   both in one file                            verdict   the run in a sentence
-    page/      HTML, CSS and ES modules                    groups    Groups, Group, Tokens
+    page/      HTML, CSS and ES modules                    groups    Groups, Group, Prompt, Tokens
+                                                           completions  the table of completions
                                                            lint      what looks wrong
 
 It only reads runs. A run may write while it is read; no lock is taken."""

@@ -7,7 +7,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,14 +145,17 @@ _LISTS = (
 )
 
 
-def group_detail(index: GroupTable, stem: str, number: int) -> dict[str, Any]:
+def group_detail(
+    index: GroupTable, stem: str, number: int, text_of: Callable[[Sequence[int]], str] | None = None
+) -> dict[str, Any]:
     """Returns the record of one group for the page: its prompt, its completions with their rewards,
     and the groups and files next to it, but nothing that is stored by token (`token_detail`). Texts
     are cut off after MAX_TEXT_CHARS, and completions after MAX_SIBLINGS. ShoalError if there is no
     such group, or the file is damaged.
 
     `stem`: the name of the groups file without ending; `number`: the number of the group in the
-    file."""
+    file. `text_of(ids)` returns the text of tokens: then `prompt_read` is the prompt as the model
+    read it, with all that the chat template adds; "" without."""
     file = _file(index, stem)
     columns, as_json = _columns(index, file)
     chosen = []
@@ -183,12 +186,28 @@ def group_detail(index: GroupTable, stem: str, number: int) -> dict[str, Any]:
         "set": "train" if first["purpose"] == "train" else first["subset"],
         "prompt": _value(first["prompt"], "prompt" in as_json),
         "num_prompt_tokens": first["num_prompt_tokens"],
+        "prompt_read": _prompt_read(index, file, number, first["completion"], text_of),
         "columns": data,
         "right_answer": ground_truth(data),
         "weights": _under(first, "weight/"),
         "completions": [_completion(row, as_json) for row in rows],
     }
     return detail | _neighbours(index, file, number)
+
+
+def _prompt_read(
+    index: GroupTable,
+    file: GroupFile,
+    number: int,
+    completion: int,
+    text_of: Callable[[Sequence[int]], str] | None,
+) -> str:
+    """Returns the text of a group's prompt tokens, cut off after MAX_TOKENS of them and
+    MAX_TEXT_CHARS; "" without `text_of`. `completion`: of which the tokens are read."""
+    if text_of is None:
+        return ""
+    row = _read(index, file, "prompt_ids", number, completion)[0]
+    return text_of((row["prompt_ids"] or [])[:MAX_TOKENS])[:MAX_TEXT_CHARS]
 
 
 _OF_COMPLETION = (
@@ -318,6 +337,65 @@ def _read(
     return rows
 
 
+# ---- a prompt through the run
+
+MAX_ASKED, MAX_SHARED = 500, 8
+"""The most groups of a prompt in a record, and the most questions of each kind that two runs
+answered differently."""
+
+
+def prompt_detail(index: GroupTable, subset: str, row: int) -> dict[str, Any]:
+    """Returns the record of a prompt: all of its groups in the order of their steps (`groups`, rows
+    of the Groups view, at most MAX_ASKED, the newest), and the rows of the prompts before and after
+    it in its set among those that were answered more than once (`previous`, `next`; None at an
+    end). `subset`: the prompt's set; `row`: its row in the data."""
+    table = index.table
+    asked = index.database.rows(
+        f'SELECT "row" AS number FROM {table} WHERE "set" = ? GROUP BY "row" HAVING count(*) > 1',
+        subset,
+    )
+    rows = [one["number"] for one in asked]
+    found, total = index.prompt_rows(subset, row, MAX_ASKED)
+    return {
+        "set": subset,
+        "row": row,
+        "groups": found,
+        "total": total,
+        "previous": max((number for number in rows if number < row), default=None),
+        "next": min((number for number in rows if number > row), default=None),
+    }
+
+
+def shared_questions(a: GroupTable, b: GroupTable) -> dict[str, Any]:
+    """Returns the record of the questions of evaluations that two runs were both asked, in the same
+    words: how many (`total`), how many the second run answers better (`num_better`) or worse
+    (`num_worse`) than the first in its newest evaluation, and the MAX_SHARED of both kinds that
+    differ most (`better`, `worse`): `set`, `row`, `prompt`, and the share of right answers, or
+    without that notion the mean reward, of both (`a`, `b`)."""
+    newest = []
+    for index in (a, b):
+        newest.append(
+            'SELECT "set", "row", prompt, arg_max(coalesce(pass, reward), step) AS value '
+            f'FROM {index.table} JOIN {index.prompts} USING ("set", "row") '
+            "WHERE \"set\" != 'train' GROUP BY ALL"
+        )
+    rows = a.database.rows(
+        f'SELECT "set", "row", prompt, a.value AS a, b.value AS b FROM ({newest[0]}) AS a '
+        f'JOIN ({newest[1]}) AS b USING ("set", "row", prompt) '
+        'ORDER BY abs(b.value - a.value) DESC NULLS LAST, "set", "row"'
+    )
+    known = [row for row in rows if row["a"] is not None and row["b"] is not None]
+    better = [row for row in known if row["b"] > row["a"]]
+    worse = [row for row in known if row["b"] < row["a"]]
+    return {
+        "total": len(rows),
+        "num_better": len(better),
+        "num_worse": len(worse),
+        "better": better[:MAX_SHARED],
+        "worse": worse[:MAX_SHARED],
+    }
+
+
 # ---- tokens
 
 
@@ -362,6 +440,13 @@ class Pieces:
                 "model/tokenizer.json", f"cannot be read ({bounded_line(error)[:120]})"
             )
             return None
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Returns the text of tokens together, also of special ones; "" if the run has no tokenizer
+        that can be read."""
+        if not self._opened:
+            self._opened, self._tokenizer = True, self._load()
+        return self._decode(list(ids)) if self._tokenizer is not None else ""
 
     def _pieces(self, ids: list[int]) -> list[str]:
         """Returns the text that each token adds to the decoded text; "" for a token that is the

@@ -29,8 +29,9 @@ from shoal.runs.reader import StoredRun
 
 MODULES = (
     "dom.js",
-    "text.js",
     "address.js",
+    "render.js",
+    "text.js",
     "data.js",
     "plot.js",
     "charts.js",
@@ -42,6 +43,7 @@ MODULES = (
     "groups.js",
     "completions.js",
     "group.js",
+    "prompt.js",
     "tokens.js",
     "main.js",
 )

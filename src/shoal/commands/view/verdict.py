@@ -57,13 +57,14 @@ class Change:
 
     @property
     def shares(self) -> str:
-        """Returns the figure before and after in percent, like `12% → 34%`, not the difference."""
-        return f"{number_text(100 * self.before)}% → {number_text(100 * self.after)}%"
+        """Returns the figure before and after in percent, as the terminal prints it: not the
+        difference, but `12.0% → 34.5%`."""
+        return f"{100 * self.before:.1f}% → {100 * self.after:.1f}%"
 
     @property
     def numbers(self) -> str:
-        """Returns the figure before and after, like `0.12 → 0.34`, not the difference."""
-        return f"{number_text(self.before, 2)} → {number_text(self.after, 2)}"
+        """Returns the figure before and after, like `0.12 → 0.345`, not the difference."""
+        return f"{number_text(self.before)} → {number_text(self.after)}"
 
 
 def ends(size: int) -> int:
@@ -250,7 +251,7 @@ def _sentence(
         if (curve["low"][best] or 0) > curve["high"][-1]:
             return "warning", (
                 f"learned and lost again: accuracy {accuracy.shares} in {measured}, but "
-                f"{curve['y'][best]:.0%} at step {curve['x'][best]}"
+                f"{curve['y'][best]:.1%} at step {curve['x'][best]}"
             )
         return "good", f"learns: accuracy {accuracy.shares} in {measured}{driven}"
     if accuracy and accuracy.sign < 0:

@@ -50,6 +50,8 @@ LOOK_SECONDS, START_SECONDS = 1.0, 1.0
 """Seconds between two looks for new runs; and seconds of reading before the first answer."""
 GROUP_SECONDS = 2.0
 """How many seconds a request for a group waits until its file is read."""
+NEED_GROUPS = ("group", "tokens", "prompt", "shared")
+"""Views that show nothing before a run's groups were read."""
 MAX_NUMBER, MAX_NUMBER_CHARS, MOST_COMPARED, MAX_RUNS = 2**31 - 1, 40, 3, 64
 """The largest number in a request, and the most characters of one; the most runs that a page shows
 without the list of runs (`Viewer.has_home`); and the most runs of a page."""
@@ -299,8 +301,10 @@ class Viewer:
         query = Query(parameters)
         self._asked_last = time.monotonic()
         name = query.text("run")
-        if name in self.runs and self._thread:  # without a thread nothing reads groups meanwhile
-            self._await_groups(self.runs[name], view)
+        for asked in (name, query.text("other")):
+            # Without a thread nothing reads groups meanwhile.
+            if asked in self.runs and self._thread:
+                self._await_groups(self.runs[asked], view)
         with self.database.user_query():
             if view in ("runs", "home", "compare"):
                 return VIEWS[view](self, query)
@@ -327,14 +331,14 @@ class Viewer:
         )
 
     def _await_groups(self, opened: OpenRun, view: str) -> None:
-        """Marks a run as opened, so that its groups are read. If that is new, or if the view is of
-        one group, waits up to GROUP_SECONDS until all groups were read; the overview never
+        """Marks a run as opened, so that its groups are read. If that is new, or if the view is one
+        of NEED_GROUPS, waits up to GROUP_SECONDS until all groups were read; the overview never
         waits."""
         is_new = not opened.is_opened
         opened.open()
         if is_new:
             self._wake.set()
-        if view != "overview" and (is_new or view in ("group", "tokens")):
+        if view != "overview" and (is_new or view in NEED_GROUPS):
             opened.all_read.wait(GROUP_SECONDS)
 
     def text_lint(self, opened: OpenRun) -> TextLint:
@@ -572,8 +576,25 @@ def _group(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     """Returns the record of one group, with its prompt, completions, rewards and neighbours
     (`group_detail`), and the `path` of its run. The query names the group by `file` and `group`;
     ShoalError if there is no such group."""
-    detail = groups.group_detail(opened.index, query.text("file"), query.number("group"))
+    detail = groups.group_detail(
+        opened.index, query.text("file"), query.number("group"), opened.pieces.text
+    )
     return detail | {"path": str(opened.run.path)}
+
+
+def _prompt(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    """Returns the record of a prompt with all of its groups (`prompt_detail`), which the query
+    names by `set` and `row`."""
+    return groups.prompt_detail(opened.index, query.text("set"), query.number("row"))
+
+
+def _shared(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
+    """Returns the record of the questions that this run and the `other` of the query were both
+    asked (`shared_questions`); ShoalError if there is no such run."""
+    other = query.text("other")
+    if other not in viewer.runs:
+        raise ShoalError(f"there is no run {other[:80]!r} here")
+    return groups.shared_questions(opened.index, viewer.runs[other].index)
 
 
 def _tokens(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
@@ -612,6 +633,8 @@ VIEWS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "groups": _groups,
     "completions": _completions,
     "group": _group,
+    "prompt": _prompt,
+    "shared": _shared,
     "tokens": _tokens,
     "lint": _lint,
 }

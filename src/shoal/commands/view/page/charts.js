@@ -25,6 +25,13 @@ function smoothed(values, amount) {
   });
 }
 
+/** A shape of an SVG picture. */
+export function shape(tag, attributes) {
+  const node = document.createElementNS(LINE, tag);
+  Object.entries(attributes).forEach(([name, value]) => node.setAttribute(name, value));
+  return node;
+}
+
 /** A small curve without axes, and its interval where it has one. */
 export function sparkline({ x, y, low, high }, label, width = 150, height = 36) {
   const known = y.map((value, place) => ({ value, at: x[place], low: low?.[place] ?? value, high: high?.[place] ?? value }))
@@ -34,11 +41,6 @@ export function sparkline({ x, y, low, high }, label, width = 150, height = 36) 
   const first = known[0].at, range = known[known.length - 1].at - first;
   const point = (at, value) => `${(2 + ((at - first) / range) * (width - 4)).toFixed(1)},`
     + `${(height - 2 - ((value - bottom) / (top - bottom || 1)) * (height - 4)).toFixed(1)}`;
-  const shape = (tag, attributes) => {
-    const node = document.createElementNS(LINE, tag);
-    Object.entries(attributes).forEach(([name, value]) => node.setAttribute(name, value));
-    return node;
-  };
   const picture = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label":
     `${label}: ${num(known[0].value)} to ${num(known[known.length - 1].value)}` });
   if (low) {
@@ -77,7 +79,7 @@ export function varies(series) {
 
 function axisLabel(tick, unit) {
   if (tick === null) return "";
-  if (unit === "share") return percent(tick);
+  if (unit === "share") return `${num(100 * tick)}%`;
   return Math.abs(tick) >= 1e4 ? tick.toLocaleString("en-US", { notation: "compact", maximumSignificantDigits: 3 })
     : num(tick, 3);
 }

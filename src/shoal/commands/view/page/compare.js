@@ -2,11 +2,12 @@
 
 import { addressOf } from "./address.js";
 import { asText, card, count, el, num, tableCard } from "./dom.js";
+import { textNodes } from "./text.js";
 
 const STAGES = { data: "the questions are others", sampling: "the same question is answered with another text",
   rewards: "the same text has another reward", update: "the same texts and rewards are learned from in another way" };
 
-export function comparisonBlock({ names, records, comparison }) {
+export function comparisonBlock({ names, records, comparison, shared }) {
   const plain = (title) => title.replace(/ \(.*\)$/, ""); // runs may be evaluated on other numbers of questions
   const figures = [...new Set(records.flatMap((record) => record.table.map(([title]) => plain(title))))];
   const rows = figures.map((figure) => [figure, ...records.map((record) => {
@@ -20,6 +21,7 @@ export function comparisonBlock({ names, records, comparison }) {
       causes.includes(key) ? [" ", el("span", { class: "badge warning", text: "may be the cause" })] : null],
     ...values.map(asText)]);
   return el("div", { class: "comparison" }, comparison?.first ? firstDifference(names, comparison.first) : null,
+    shared?.total ? sharedQuestions(names, shared) : null,
     tableCard("Settings that differ between the runs", ["key", ...names], settings, comparison ? "None." : "Not in this file."),
     tableCard("Before and after", ["figure", ...names], rows, "No evaluation so far."));
 }
@@ -30,4 +32,14 @@ function firstDifference(names, { step, num_shared: shared, stage, file, group, 
     : step === null ? `Nothing but time differs in the ${count(shared, "step")} that both have.`
     : `From step ${num(step)} on${stage ? `: ${STAGES[stage]}` : ""}.`,
   stage && stage !== "update" ? [` First in completion ${completion} of group ${group}:`, links] : null));
+}
+
+/** The questions of evaluations that both runs were asked, and those that one of them answers better. */
+function sharedQuestions([run, other], { total, num_better: numBetter, num_worse: numWorse, better, worse }) {
+  const list = (title, questions) => (questions.length ? [el("h3", { text: title }), el("ol", { class: "questions" },
+    questions.map(({ set, row, prompt, a, b }) => el("li", {}, el("a", { href: addressOf("prompt", { run, set, row, other }) },
+      textNodes(prompt)), el("span", { class: "faint", text: ` ${num(a)} → ${num(b)}` }))))] : null);
+  return card("The same questions", el("p", {}, `Of ${count(total, "question")} of evaluations that both were asked, ${other} `
+    + `answers ${num(numBetter)} better than ${run} and ${num(numWorse)} worse, each in its newest evaluation.`),
+  list(`Better in ${other}`, better), list(`Better in ${run}`, worse));
 }

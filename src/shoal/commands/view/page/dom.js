@@ -81,13 +81,25 @@ export function versionText(version) {
   return version ? `after step ${num(version)}` : "before training";
 }
 
+/** What a groups file is of: step_000012 is step 12, evaluate_held_out_000040 is held_out, after step 40. */
+export function fileText(stem) {
+  const [, kind, number] = /^(.*)_(\d+)$/.exec(stem) ?? [null, stem, 0];
+  return kind === "step" ? `step ${num(Number(number))}` : `${kind.replace(/^evaluate_/, "")}, ${versionText(Number(number))}`;
+}
+
 /** A text from Python with the sign for minus. */
 export function minus(text) {
   return text.replace(/(^|\s)-(?=\d)/g, "$1−");
 }
 
+/** A share in the form of the terminal: 37.0%. */
 export function percent(value) {
-  return value === null || value === undefined ? "–" : `${num(100 * value, 3)}%`;
+  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}%`;
+}
+
+/** The difference of two shares in the form of the terminal: 13.4 points. */
+export function points(value) {
+  return `${(100 * value).toFixed(1).replace("-", "−")} points`;
 }
 
 export function duration(seconds) {

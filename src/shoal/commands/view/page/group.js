@@ -4,7 +4,10 @@
 import { addressOf, change, goTo, here } from "./address.js";
 import { isFile, load } from "./data.js";
 import { asText, count, el, fact, num, replace, selectNext, stateBox, stepLink, table, versionText } from "./dom.js";
+import { textChoice } from "./render.js";
 import { conversationBlock, differenceBlock, promptBlock, textBlock } from "./text.js";
+
+const MOST_MARKS = 100; // characters of a template without words of its own
 
 export async function showGroup(node, parameters) {
   const { run, file, group } = parameters;
@@ -52,17 +55,31 @@ function drawGroup(view, parameters) {
     el("h1", { text: `Group ${record.group} of ${when}` }),
     el("p", { class: "faint" }, `Row ${num(record.row)} of the data, sampled ${versionText(record.version)}, `
       + `${num(record.num_prompt_tokens)} prompt tokens. `,
-      isFile ? null : el("a", { text: "This prompt through the run",
-        href: addressOf("groups", { run, filter: `set=${record.set} row=${record.row}`, sort: "step" }) })),
+      isFile ? null : el("a", { text: "This prompt through the run", href: addressOf("prompt", { run, set: record.set,
+        row: record.row, right: `0.${record.file}.${record.group}` }) })),
     el("p", { class: "summary", text: summaryOf(record, stacks) }),
-    el("section", { class: "card prompt" }, record.right_answer === null ? null : el("div", { class: "rightAnswer" },
-      el("h2", { text: "Right answer" }), textBlock(asText(record.right_answer))),
-    el("h2", { text: "Prompt" }), promptBlock(record.prompt),
-    namedTexts(`The data's columns: ${Object.keys(record.columns).join(", ")}`, record.columns)),
+    promptCard(record),
     el("div", { class: "controls" }, el("h2", { text: count(number, "completion") }),
-      number > 1 ? choices(view, parameters, compared) : null, replayNote(record, run)),
+      number > 1 ? choices(view, parameters, compared) : null, textChoice(() => drawGroup(view, here().parameters)), replayNote(record, run)),
     el("div", { class: "completions" },
       stacks.map((stack) => completionCard(view, stack, parameters, Math.min(4e6, 4e7 / stacks.length))))); // about 0.5 s
+}
+
+/** The prompt of a group, before it its right answer. */
+export function promptCard(record) {
+  return el("section", { class: "card prompt" }, record.right_answer === null ? null : el("div", { class: "rightAnswer" },
+    el("h2", { text: "Right answer" }), textBlock(asText(record.right_answer))),
+  el("h2", { text: "Prompt" }), promptBlock(record.prompt), promptRead(record),
+  namedTexts(`The data's columns: ${Object.keys(record.columns).join(", ")}`, record.columns));
+}
+
+/** The prompt with what the chat template adds to its messages, such as a system prompt; open where that is more than marks. */
+function promptRead({ prompt, prompt_read: read, num_prompt_tokens: size }) {
+  if (!read) return null;
+  const messages = Array.isArray(prompt) ? prompt.map((message) => message?.content) : [prompt];
+  const added = messages.filter((text) => typeof text === "string").reduce((left, text) => left.replace(text.trim(), ""), read);
+  return el("details", { open: added.length > MOST_MARKS }, el("summary", { text: `As the model read it, with all that the chat `
+    + `template adds: ${count(size, "token")}` }), textBlock(read, { raw: true }));
 }
 
 // ---- which completions stand first, and which together
@@ -90,7 +107,7 @@ function rewardsOf(record) {
 
 /** The completions in the order asked for, those that are equal in all things as one stack; the one that the address names
  * stands for its stack. */
-function stacksOf(record, { sort, fold, completion }) {
+export function stacksOf(record, { sort, fold, completion }) {
   const stacks = new Map(), { mean } = rewardsOf(record), [, rank] = ORDERS[sort] ?? ORDERS.advantage;
   record.completions.forEach((one) => {
     const key = fold === "no" ? one.completion : JSON.stringify({ ...one, completion: null });
@@ -165,7 +182,7 @@ function turnTable(one) {
     rows.map(([name, values]) => [name, ...values.map((value) => num(value))]), "turns");
 }
 
-function completionCard(view, stack, parameters, mostCells) {
+export function completionCard(view, stack, parameters, mostCells) {
   const { record, run, other } = view, [one] = stack;
   const sign = one.advantage > 0 ? "up" : one.advantage < 0 ? "down" : "";
   const tokensOf = (which, text) => el("a", { text, href: addressOf("tokens", { run, file: record.file, group: record.group,
@@ -182,7 +199,7 @@ function completionCard(view, stack, parameters, mostCells) {
     stack.length > 1 ? el("p", {}, el("strong", { text: `${stack.length} times the same` }), ", also completion ",
       stack.slice(1).map((row, place) => [place ? ", " : "", tokensOf(row, row.completion)])) : null,
     el("dl", { class: "facts" },
-      fact("advantage", one.advantage === null ? "none: no update used it" : (one.advantage > 0 ? "+" : "") + num(one.advantage), sign),
+      record.set !== "train" ? null : fact("advantage", one.advantage === null ? "none: no update used it" : (one.advantage > 0 ? "+" : "") + num(one.advantage), sign),
       fact("reward", num(one.reward)),
       fact("tokens", num(one.num_tokens) + (one.num_trained === one.num_tokens ? "" : `, ${num(one.num_trained)} of the model`)),
       one.messages ? fact("turns", num(one.messages.filter?.((message) => message?.role === "assistant").length)) : null,

@@ -46,8 +46,10 @@ function groupColumns(record, parameters) {
   return spokenColumns(columns, record, parameters);
 }
 
+/** A group's prompt leads to the group; of prompts that were answered more than once to all its groups. */
 function groupCell(view, row, key) {
   if (key !== "prompt") return undefined;
-  return el("a", { href: addressOf("group", { run: view.run, file: row.file, group: row.group }) },
-    row.prompt ? textNodes(row.prompt.slice(0, 160)) : "(no text)");
+  const href = "times" in row ? addressOf("prompt", { run: view.run, set: row.set, row: row.row })
+    : addressOf("group", { run: view.run, file: row.file, group: row.group });
+  return el("a", { href }, row.prompt ? textNodes(row.prompt.slice(0, 160)) : "(no text)");
 }

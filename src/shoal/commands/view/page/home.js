@@ -3,7 +3,7 @@
 import { addressOf, goTo } from "./address.js";
 import { sparkline } from "./charts.js";
 import { load } from "./data.js";
-import { asText, changeMark, count, duration, el, minus, percent, num, replace } from "./dom.js";
+import { asText, changeMark, count, duration, el, minus, num, percent, points, replace } from "./dom.js";
 import { textNodes } from "./text.js";
 
 const MOST_COMPARED = 3, MOST_CHIPS = 4;
@@ -66,7 +66,7 @@ function homeRow(view, record) {
       : left ? el("span", { class: "faint", text: `${duration(left)} left` }) : null),
     el("td", { class: "spark" }, sparkline(record.curve, `${record.of} of ${name}`), el("div", { class: "faint", text: record.curve.y.length ? record.of : "" })),
     el("td", { class: "change" }, first ? [format(first.y), last ? ` → ${format(last.y)}` : "",
-      last ? [" ", changeMark(gain, format === percent ? `${num(100 * gain, 3)} points` : num(gain), record.change)] : null,
+      last ? [" ", changeMark(gain, format === percent ? points(gain) : num(gain), record.change)] : null,
       el("div", { class: "faint", text: intervalOf(last ?? first, format, record.figure.split("/").pop().replace("_", " ")) })] : el("span", { class: "faint", text: "not evaluated" })),
     el("td", { class: "chips" }, record.chips.slice(0, MOST_CHIPS).map(([key, value]) => el("span", { class: "chip" },
       `${key} `, el("b", { text: shortValue(value) }))),

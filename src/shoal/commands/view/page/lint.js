@@ -23,6 +23,18 @@ export async function showLint(node, parameters, context) {
   return { update: read, close: () => { view.closed = true; clearTimeout(view.timer); }, keys: {} };
 }
 
+/** Reads the findings of a run until all texts were read, unless they are known; `show` gets each record. Stops once
+ * `isOver()`. Gives back the last record, null where it could not be read. */
+export async function readFindings(run, show, isOver) {
+  let record;
+  do {
+    record = await load("lint", { run }).catch(() => null);
+    if (!record || isOver()) return null;
+    show(record);
+  } while (!record.done && !isFile && await new Promise((resolve) => { setTimeout(() => resolve(true), 500); }));
+  return record;
+}
+
 /** What a person should look at, the worst first. */
 export function findingsIn(record) {
   return record.findings.filter((found) => found.level === "warning");

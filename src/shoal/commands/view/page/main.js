@@ -7,15 +7,16 @@ import { el, replace, stateBox } from "./dom.js";
 import { showGroup } from "./group.js";
 import { showGroups } from "./groups.js";
 import { showHome } from "./home.js";
-import { showLint } from "./lint.js";
+import { findingsIn, readFindings, showLint } from "./lint.js";
+import { showPrompt } from "./prompt.js";
 import { chosenRuns, showRun } from "./run.js";
 import { showTokens } from "./tokens.js";
 
 const POLL_MILLISECONDS = 2000;
-const VIEWS = { home: showHome, run: showRun, groups: showGroups, completions: showCompletions, group: showGroup, tokens: showTokens, lint: showLint };
+const VIEWS = { home: showHome, run: showRun, groups: showGroups, completions: showCompletions, group: showGroup, prompt: showPrompt, tokens: showTokens, lint: showLint };
 const TABS = [["run", "Run"], ["groups", "Groups"], ["completions", "Completions"], ["lint", "Lint"]];
 const KEYS = [["0", "all runs"], ["1 2 3 4", "Run, Groups, Completions, Lint"], ["/", "search"], ["j k", "next, previous row or completion"],
-  ["n p", "next, previous group or page; next marked token"], ["] [", "next, previous step"],
+  ["n p", "next, previous group, question or page; next marked token"], ["] [", "next, previous step"],
   ["Enter", "open what is selected"], ["t", "tokens of the selected completion"], ["← →", "next, previous token"],
   ["c", "next colour of tokens"], ["Esc", "back"], ["d", "dark or light"], ["?", "this list"]];
 
@@ -58,15 +59,23 @@ async function show({ view: asked, parameters }) {
     const opened = await VIEWS[view](node, parameters, context);
     if (number !== opening) opened?.close?.();
     else open = opened;
+    if (number === opening) countFindings(view, header.dataset.run);
     if (number > 1 && number === opening && !content.contains(document.activeElement)) content.focus({ preventScroll: true });
   } catch (error) {
     if (number === opening) replace(node, el("h1", { text: "This cannot be shown" }), stateBox("failed", error.message, () => show(here())));
   }
 }
 
+/** The number on Lint's tab, on the views that do not read it themselves. */
+function countFindings(view, run) {
+  if (["home", "run", "lint"].includes(view) || !run || context.findings.has(run)) return;
+  const number = opening;
+  readFindings(run, (record) => context.showFindings(run, findingsIn(record).length), () => number !== opening);
+}
+
 function drawHeader(view, parameters) {
   const run = parameters.run || (parameters.runs ?? "").split(",")[0] || context.runs[0]?.name, isHome = view === "home";
-  const tab = { group: "groups", tokens: "groups" }[view] ?? view, several = context.runs.length > 1;
+  const tab = { group: "groups", prompt: "groups", tokens: "groups" }[view] ?? view, several = context.runs.length > 1;
   const tabs = TABS.map(([key, name]) => el("a", { href: addressOf(key, key === "run" && parameters.runs
     ? { runs: parameters.runs } : { run }), "aria-current": key === tab ? "page" : null, "data-tab": key, text: name }));
   const picker = several ? el("select", { id: "run", "aria-label": "Run", on: { change: (event) =>

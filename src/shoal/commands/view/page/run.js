@@ -7,13 +7,15 @@ import { comparisonBlock } from "./compare.js";
 import { isFile, load } from "./data.js";
 import { asText, card, changeMark, coded, count, duration, el, minus, num, replace, stateBox, table, tableCard } from "./dom.js";
 import { progressOf } from "./home.js";
-import { exampleLink, findingsIn } from "./lint.js";
+import { exampleLink, findingsIn, readFindings } from "./lint.js";
+import { textNodes } from "./text.js";
 
 const MOST_OVERLAID = 3;
 const SMOOTHING = 0.6; // unless the address says otherwise
 const LINT_MILLISECONDS = 60_000; // of a run that is written, between two looks for findings
 const IMPORTANT = ["entropy", "kl", "grad_norm", "completions/length_mean", "completions/truncated", "groups/nonzero_std",
   "clip/fraction", "sampler_gap/logprob_mean", "throughput/sample_tokens_per_second"];
+const MOST_QUESTIONS = 3;
 const pins = new Set((remembered("pins") ?? "").split(" ").filter(Boolean));
 
 /** Draws the view into `node`; gives back what keeps it up to date. */
@@ -23,7 +25,7 @@ export async function showRun(node, parameters, context) {
   const view = { names, charts: new Map(), records: [], curves: [], node, context };
   await readRuns(view, parameters);
   drawRun(view, parameters);
-  readFindings(view);
+  readLint(view);
   return {
     update: () => updateRun(view, here().parameters),
     moved: (next) => {
@@ -46,6 +48,8 @@ export function chosenRuns(parameters, context) {
 async function readRuns(view, parameters) {
   [view.records, view.curves] = await Promise.all([
     Promise.all(view.names.map((run) => load("overview", { run }))), readCurves(view.names, rangeOf(parameters))]);
+  const [run, other] = view.names;
+  view.shared = view.names.length === 2 && !isFile ? await load("shared", { run, other }).catch(() => null) : null;
   view.comparison = view.names.length > 1 ? await load("compare", { runs: view.names.join(",") }).catch(() => null) : null;
 }
 
@@ -55,17 +59,32 @@ function readCurves(names, range) {
 }
 
 /** Lint reads many texts: it is asked for after the curves stand, and of a live run once a minute. */
-async function readFindings(view) {
+async function readLint(view) {
   if (view.closed || view.names.length > 1 || Date.now() - (view.linted ?? 0) < LINT_MILLISECONDS) return;
   view.linted = Date.now();
-  let record;
-  do {
-    record = await load("lint", { run: view.names[0] }).catch(() => null);
-    if (!record || view.closed) return;
+  const [run] = view.names;
+  await readFindings(run, (record) => {
     view.findings = record;
-    view.context.showFindings(view.names[0], findingsIn(record).length);
+    view.context.showFindings(run, findingsIn(record).length);
     drawFindings(view);
-  } while (!record.done && !isFile && await new Promise((resolve) => { setTimeout(() => resolve(true), 500); }));
+  }, () => view.closed);
+  await readQuestions(view);
+}
+
+/** How many questions of evaluations were learned and lost, and the first of them; after all groups were read. */
+async function readQuestions(view) {
+  if (view.closed || view.names.length > 1 || isFile) return;
+  const [run] = view.names;
+  const read = (prompts, desc) => load("groups", { run, filter: "set!=train", sort: "change", desc, prompts, limit: MOST_QUESTIONS })
+    .catch(() => ({ total: 0, rows: [] }));
+  const [learned, lost] = await Promise.all([read("learned", "1"), read("lost", "")]);
+  if (view.closed || learned.total + lost.total === 0) return;
+  const list = ([prompts, desc, title], { total, rows }) => (total ? [el("h3", {}, el("a", { text: `${num(total)} ${title}`,
+    href: addressOf("groups", { run, filter: "set!=train", sort: "change", desc, prompts }) })),
+  el("ol", { class: "questions" }, rows.map((row) => el("li", {}, el("a", { href: addressOf("prompt", { run, set: row.set, row: row.row }) },
+    textNodes(row.prompt)))))] : null);
+  replace(view.parts.questions, card("Questions of evaluations, before and after", list(["learned", "1", "learned"], learned),
+    list(["lost", "", "lost"], lost)));
 }
 
 function drawFindings(view) {
@@ -107,7 +126,7 @@ function axisOf(view, { x: axis }) {
 function drawRun(view, parameters) {
   const { node, records } = view, several = view.names.length > 1;
   view.parts = { status: el("div", { class: "cards" }), facts: el("div"), controls: el("div"), main: el("div", { class: "charts main" }),
-    topics: el("div"), settings: el("div"), count: el("span"), findings: el("div"), verdict: el("div") };
+    topics: el("div"), settings: el("div"), count: el("span"), findings: el("div"), questions: el("div"), verdict: el("div") };
   drawVerdict(view);
   drawStatus(view);
   drawFacts(view);
@@ -120,7 +139,7 @@ function drawRun(view, parameters) {
     records.flatMap((record) => record.problems.map((text) => el("p", { class: "notice", text }))),
     warning ? el("p", { class: "notice", role: "note", text: warning }) : null,
     view.parts.verdict, view.parts.status, several ? view.parts.facts : null, view.parts.controls, view.parts.main,
-    view.parts.findings, several ? null : view.parts.facts,
+    view.parts.findings, view.parts.questions, several ? null : view.parts.facts,
     view.parts.topics, view.parts.settings);
 }
 
@@ -161,12 +180,13 @@ function drawFacts(view) {
 function driversCard({ drivers }, of) {
   if (!drivers.length) return null;
   const [{ first, last, over }, ...functions] = drivers;
-  return card(`What moves the reward${of}`, table(["function", "weight", "first", "last", "adds"], functions.map((row) => [
+  return card(`What moves the reward in training${of}`, table(["function", "weight", "first", "last", "adds"], functions.map((row) => [
     row.function, num(row.weight), num(row.first), num(row.last), row.adds === null ? "–"
       : changeMark(row.adds, num(row.adds), row.sign * row.weight)]),
-  `What moves the reward${of}`), el("p", {}, `The reward went from ${num(first)} to ${num(last)}.`),
+  `What moves the reward in training${of}`), el("p", {}, `On training prompts the reward went from ${num(first)} to ${num(last)}.`),
   el("p", { class: "faint", text: (over === 1 ? "The first and the last step" : `Means of the first and the last ${over} steps`)
-    + "; what the change adds to the reward, by the function's weight." }));
+    + ", sampled; what the change adds to the reward, by the function's weight. Evaluations ask other questions: their figures "
+    + "stand under Before and after." }));
 }
 
 function eventsCard(record, of) {
@@ -294,7 +314,7 @@ async function updateRun(view, parameters) {
   drawFacts(view);
   if (countMetrics(view) !== view.numMetrics || view.charts.size === 0) drawTopics(view, parameters);
   else updateCharts(view, parameters);
-  readFindings(view);
+  readLint(view);
 }
 
 /** Of several runs the comparison has them. */

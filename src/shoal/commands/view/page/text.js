@@ -1,6 +1,7 @@
 // Text that a model wrote, shown as what it is: no markup, no control of the terminal, the reading direction or the page.
 
-import { asText, el } from "./dom.js";
+import { asText, el, num } from "./dom.js";
+import { isRendered, renderedNodes } from "./render.js";
 
 const SHOWN_CHARS = 20000;
 const LONG_CHARS = 1500;
@@ -31,13 +32,14 @@ export function textNodes(text) {
 }
 
 /** A block of text with its own direction; of a very long one the beginning, and a button for the rest. */
-export function textBlock(text) {
+export function textBlock(text, { raw = !isRendered() } = {}) {
   const whole = String(text ?? "");
-  const block = textFrame(whole, textNodes(whole.slice(0, SHOWN_CHARS)));
+  const draw = (piece) => (raw ? textNodes(piece) : renderedNodes(piece, textNodes));
+  const block = textFrame(whole, raw, draw(whole.slice(0, SHOWN_CHARS)));
   if (whole.length > SHOWN_CHARS) {
     const more = el("button", { type: "button", class: "more", text:
       `Show the other ${(whole.length - SHOWN_CHARS).toLocaleString("en-US")} characters`, on: { click: () => {
-      more.replaceWith(...textNodes(whole.slice(SHOWN_CHARS)));
+      more.replaceWith(...[draw(whole.slice(SHOWN_CHARS))].flat(Infinity).filter(Boolean));
     } } });
     block.append(more);
   }
@@ -45,10 +47,10 @@ export function textBlock(text) {
 }
 
 /** The box of a text; a long one scrolls in it, so that keys must reach it. */
-function textFrame(whole, nodes) {
+function textFrame(whole, raw, nodes) {
   if (!whole) return el("div", { class: "text faint", text: "(empty)" });
   const isLong = whole.length > LONG_CHARS || whole.split("\n", 40).length === 40;
-  return el("div", { class: isLong ? "text long" : "text", dir: "auto", tabindex: isLong ? "0" : null }, nodes);
+  return el("div", { class: `text${isLong ? " long" : ""}${raw ? "" : " rendered"}`, dir: "auto", tabindex: isLong ? "0" : null }, nodes);
 }
 
 /** A prompt: its messages by role, or its text. */
@@ -69,15 +71,16 @@ export function conversationBlock(messages) {
     const calls = Array.isArray(message?.tool_calls) ? message.tool_calls : [];
     const cut = message?.truncated_bytes ? `${text}\n… ${message.truncated_bytes} bytes were cut` : text;
     return el("div", { class: role === "assistant" ? "message" : "message context" },
-      el("div", { class: "role", text: typeof message?.reward === "number" ? `${role}, reward ${message.reward}` : role }),
+      el("div", { class: "role", text: typeof message?.reward === "number" ? `${role}, reward ${num(message.reward)}` : role }),
       role === "tool" ? folded(`${message.name ?? "tool"} answered: ${line(text)}`, cut) : cut || !calls.length ? textBlock(cut) : null,
       calls.map((call) => folded(`calls ${call?.function?.name ?? "a tool"}`, asText(call?.function?.arguments ?? call))));
   }));
 }
 
-/** A text with the words marked that `other` lacks at that place; of long texts the lines. With `onlyAlike`, a text that
+/** As it is meant, or, of raw text, with the words marked that `other` lacks at that place; of long texts the lines. With `onlyAlike`, a text that
  * shares less than half of its words is shown without marks, which would tell nothing. */
 export function differenceBlock(text, other, { mostCells = 4e6, onlyAlike = false } = {}) {
+  if (isRendered()) return textBlock(text);
   const isSmall = ([one, two]) => one.length * two.length <= mostCells;
   const pieces = [WORDS, LINES].map((piece) => [text, other].map((one) => String(one ?? "").match(piece) ?? [])).find(isSmall);
   if (!pieces) return textBlock(text);
@@ -90,7 +93,7 @@ export function differenceBlock(text, other, { mostCells = 4e6, onlyAlike = fals
     if (last?.marked === marked) last.text += piece;
     else runs.push({ marked, text: piece });
   });
-  return textFrame(own.join(""), runs.map((run) => el(run.marked ? "mark" : "span", {}, textNodes(run.text))));
+  return textFrame(own.join(""), true, runs.map((run) => el(run.marked ? "mark" : "span", {}, textNodes(run.text))));
 }
 
 /** The places of `own` in the longest common subsequence with `others`. */

@@ -2,10 +2,12 @@
 
 import { addressOf, change, goTo, here } from "./address.js";
 import { load } from "./data.js";
-import { count, el, fact, num, percent, replace, stateBox, stepLink, versionText } from "./dom.js";
+import { count, el, fact, fileText, num, percent, replace, stateBox, stepLink, table, versionText } from "./dom.js";
 import { textBlock, textNodes } from "./text.js";
 
 const SHOWN_TOKENS = 4000;
+const FEW_TOKENS = 400; // that leave room for the prompt
+const MOST_STRONGEST = 15;
 
 /** Quantity -> title, and from a token's record its number or null; for numbers the least bound of the colours (so that
  * noise stays pale), for kinds the text of each. */
@@ -78,7 +80,7 @@ function drawTokens(view, parameters) {
   replace(node,
     el("nav", { class: "crumbs", "aria-label": "place" },
       el("a", { href: addressOf("group", { run, file: data.file, group: data.group, completion: data.completion }),
-        text: `group ${data.group} of ${data.file}` }), pager),
+        text: `group ${data.group} of ${fileText(data.file)}` }), pager),
     el("h1", { text: `Completion ${data.completion}, token by token` }),
     el("p", { class: "faint", text: `Reward ${num(data.reward)}, advantage ${data.advantage === null ? "none"
       : num(data.advantage)}, ${count(data.ids.length, "token")}. ${data.is_trained
@@ -86,10 +88,11 @@ function drawTokens(view, parameters) {
       : "No update used it, so the trainer's log-probs, and what follows from them, were not recorded."}` }),
     el("div", { class: "controls" }, el("label", { for: "colour", text: "Colour" }), view.colour, view.legend),
     view.info,
-    data.prompt.length ? el("details", {}, el("summary", { text: `Prompt, ${num(data.prompt.length)} tokens as the model `
-      + "read them" }), textBlock(data.prompt.join(""))) : null,
+    data.prompt.length ? el("details", { open: data.prompt.length + data.ids.length < FEW_TOKENS }, el("summary", { text: `Prompt, ${num(data.prompt.length)} tokens as the model `
+      + "read them" }), textBlock(data.prompt.join(""), { raw: true })) : null,
     data.tokens ? view.box : [el("p", { class: "notice", text: "The run has no tokenizer that can be read: tokens are "
-      + "shown by their numbers." }), view.box]);
+      + "shown by their numbers." }), view.box],
+    view.table = el("section", { class: "card strongest" }));
   fillTokens(view, 0, SHOWN_TOKENS);
   paint(view, parameters.colour);
   selectToken(view, view.selected, true);
@@ -139,10 +142,22 @@ function paint(view, quantity) {
       .map((step) => [step, num(Math.sign(step) * bound * (step / 4) ** 2)]);
   const missing = { entropy: "A run records no entropies: `shoal replay` computes them, as the group's page says",
     push: "No update used this completion: it has no advantage" }[name] ?? `${title} was not recorded for this completion`;
+  drawStrongest(view, title, values);
   const note = name === "push" ? "surprise: −log-prob; blue: the update makes the token likelier, red: less likely" : !quantity && data.advantage === 0
     ? "the advantage is 0: the completion taught nothing" : "";
   replace(view.legend, known.length ? [steps.map(([value, text]) => el("span", { class: "t", "data-c": value, text })),
     note ? el("span", { class: "faint", text: note }) : null] : missing);
+}
+
+/** The tokens with the largest values of a quantity as a table, so that they need not be found by the pointer. */
+function drawStrongest(view, title, values) {
+  const { data } = view;
+  const places = values.map((value, t) => t).filter((t) => values[t]).sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]));
+  const rows = places.slice(0, MOST_STRONGEST).map((t) => [
+    el("button", { type: "button", class: "plain", on: { click: () => selectToken(view, t) } }, data.tokens ? textNodes(JSON.stringify(data.tokens[t])) : data.ids[t]),
+    num(t), num(values[t]), num(data.logprob[t]), num(data.trainer[t]), num(data.ratio[t], 5)]);
+  view.table.hidden = !rows.length;
+  if (rows.length) replace(view.table, el("h2", { text: `Largest: ${title}` }), table(["text", "token", title, "sampler", "trainer", "ratio"], rows, "largest tokens"));
 }
 
 function describe(view, t) {

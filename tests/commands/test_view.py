@@ -107,6 +107,7 @@ def test_the_table_has_the_figures_of_the_files(viewer, run):
         for place, stored in enumerate(read_file(path)):
             row, group = found[path.stem, place], stored.group
             lengths = [len(one) for one in group.completions]
+            assert group.correct is not None
             assert row["reward"] == pytest.approx(group.rewards.mean())
             assert row["spread"] == pytest.approx(group.rewards.std())
             assert row["pass"] == pytest.approx(group.correct.mean())
@@ -190,10 +191,11 @@ def test_text_is_found_in_prompts_and_completions(viewer, parameters, number):
 def found(viewer: Viewer, run: str, text: str, **parameters: Any) -> int:
     """Groups with a text, once all files were searched."""
     texts = {"run": run, "text": text, **{name: str(value) for name, value in parameters.items()}}
+    answer = viewer.answer("groups", texts)
     for _ in range(100):
-        answer = viewer.answer("groups", texts)
         if answer["search"]["done"]:
             break
+        answer = viewer.answer("groups", texts)
     assert answer["search"]["searched"] == len(viewer.runs[run].index.files)
     return answer["total"]
 
@@ -240,6 +242,7 @@ def test_tokens_have_what_the_loss_saw(viewer, run):
     assert data["logprob"] == pytest.approx(own.logprobs.tolist(), rel=1e-4)
     assert data["gap"] == pytest.approx([0.01] * len(own), rel=1e-3)
     assert data["ratio"] == pytest.approx([np.exp(0.01)] * len(own), rel=1e-4)
+    assert stored.advantages is not None
     assert data["weighted"] == pytest.approx(
         [stored.advantages[0] * np.exp(0.01)] * len(own), rel=1e-4
     )
@@ -1539,9 +1542,10 @@ def test_a_page_in_one_file(tmp_path, capsys):
     )
     assert 'http-equiv="Content-Security-Policy"' in page and "unsafe-inline" not in page
     assert not re.search(r"(src|href)=\"(http|/)", page)
-    found = json.loads(
-        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
-    )
+    pattern = r'<script type="application/json" id="data">(.*?)</script>'
+    embedded = re.search(pattern, page, re.DOTALL)
+    assert embedded is not None
+    found = json.loads(embedded[1])
     assert [row["step"] for row in found["records"]["groups&run=sent"]["rows"]] == [1, 2]
     assert (
         found["records"]["group&file=step_000001&group=0&run=sent"]["completions"][0]["text"]

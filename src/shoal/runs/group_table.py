@@ -781,14 +781,15 @@ _WITH_GROUP = """
 """
 
 # The last message of a conversation, else the text; of a long one beginning and end, where the
-# question mostly stands. A row of the data has its prompt once, however often it is asked.
+# question mostly stands. A row of the data has its prompt once, however often it is asked: that of
+# the first step of the files that are read together, so that it does not depend on threads.
 _PROMPTS = """
 INSERT INTO {prompts}
 SELECT "set", "row", CASE WHEN length(text) > {chars} THEN left(text, {chars} // 2 - 3) || ' ... '
   || right(text, {chars} // 2 - 2) ELSE text END
-FROM (SELECT "set", "row", any_value(coalesce(
-  CASE WHEN json_valid(prompt) THEN json_extract_string(prompt, '$[#-1].content') END, prompt))
-  AS text
+FROM (SELECT "set", "row", arg_min(coalesce(
+  CASE WHEN json_valid(prompt) THEN json_extract_string(prompt, '$[#-1].content') END, prompt),
+  step) AS text
   FROM read_now GROUP BY "set", "row") AS new
 WHERE NOT EXISTS (SELECT 1 FROM {prompts} AS old
   WHERE old."set" = new."set" AND old."row" = new."row")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from stored_runs import recipe_about
 
 from shoal import cli
 from shoal.config.merge import compose
@@ -13,24 +14,7 @@ from shoal.config.preset_files import PRESETS, PRESETS_OF_SYSTEMS, RECIPES, reci
 from shoal.records import ShoalError
 from shoal.tasks.task import TASKS
 
-ABOUT = {
-    "what": "a model learns",
-    "hardware": "two cores",
-    "seconds": 5,
-    "expected": {
-        "metric": "evaluate/held_out/accuracy",
-        "seeds": 3,
-        "steps": {0: [0.1, 0.2], 2: [0.5, 1.0]},
-    },
-    "measured": {
-        "command": "shoal train",
-        "date": "2026-11-30",
-        "cpu": "a processor",
-        "versions": {"jax": "0.10.2"},
-        "parameters": 875520,
-        "weights": "0x00000012 float32",
-    },
-}
+ABOUT = recipe_about({0: [0.1, 0.2], 2: [0.5, 1.0]})
 
 
 def with_about(about: object, **settings: object) -> str:

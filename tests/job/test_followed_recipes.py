@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from stored_runs import recipe_about
 
 import shoal
 from shoal import cli
@@ -25,24 +26,7 @@ SETTINGS = {
 
 
 def write_recipe(low: float = 0.0, parameters: int = 875520) -> None:
-    about = {
-        "what": "a model learns",
-        "hardware": "two cores",
-        "seconds": 5,
-        "expected": {
-            "metric": "evaluate/held_out/accuracy",
-            "seeds": 3,
-            "steps": {0: [0.0, 1.0], 1: [low, 1.0], 2: [0.0, 1.0]},
-        },
-        "measured": {
-            "command": "shoal train mine.yaml",
-            "date": "2026-11-30",
-            "cpu": "a processor",
-            "versions": {"jax": "0.0.1"},
-            "parameters": parameters,
-            "weights": "0x00000012 float32",
-        },
-    }
+    about = recipe_about({0: [0.0, 1.0], 1: [low, 1.0], 2: [0.0, 1.0]}, parameters, jax="0.0.1")
     Path("mine.yaml").write_text(yaml.safe_dump({**SETTINGS, "about": about}))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,26 @@ def write_run(
             )
     write_tokenizer(path / "model")
     return path
+
+
+def recipe_about(
+    steps: Mapping[int, Sequence[float]], parameters: int = 875520, jax: str = "0.10.2"
+) -> dict[str, Any]:
+    """The section `about` of a recipe whose band has these steps; weights and model are made up."""
+    return {
+        "what": "a model learns",
+        "hardware": "two cores",
+        "seconds": 5,
+        "expected": {"metric": "evaluate/held_out/accuracy", "seeds": 3, "steps": dict(steps)},
+        "measured": {
+            "command": "shoal train mine.yaml",
+            "date": "2026-11-30",
+            "cpu": "a processor",
+            "versions": {"jax": jax},
+            "parameters": parameters,
+            "weights": "0x00000012 float32",
+        },
+    }
 
 
 def follow_recipe(run: Path, apart: str = "", holds: bool = True) -> None:

@@ -27,9 +27,20 @@ GENERATION = {
 """Variable -> the mark that is written where a template's `generation` block begins or ends. The
 variables are undefined, and so write nothing, unless a rendering asks for the marks."""
 
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+"""The roles of special tokens that every tokenizer may have."""
+
 GIVEN_NAMES = {
     *("messages", "tools", "documents", "add_generation_prompt"),
-    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+    *SPECIAL_TOKENS,
     *GENERATION,
 }
 """The variables that every rendering of a chat template gives it."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from shoal.chat.template import variables_read
+from shoal.chat.template import SPECIAL_TOKENS, variables_read
 from shoal.files import read_json, write_text
 from shoal.records import ShoalError
 from shoal.text import did_you_mean
@@ -29,15 +29,6 @@ DATE_FILE = "template_date.json"
 """A file next to the tokenizer of a run, with the date that the chat template writes: the day on
 which the run first started."""
 
-_SPECIAL_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
 _TOKEN_FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 _TEMPLATE_NAME = re.compile(r"\w[\w. -]{0,99}")
 
@@ -80,7 +71,7 @@ def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, st
         entries |= read_object(folder / "special_tokens_map.json")
     special = {}
     # In transformers' order, which numbers the tokens that have no id yet.
-    names = dict.fromkeys(_SPECIAL_NAMES) | dict.fromkeys(entries)
+    names = dict.fromkeys(SPECIAL_TOKENS) | dict.fromkeys(entries)
     for name in names:
         value = entries.get(name)
         text = value.get("content") if isinstance(value, Mapping) else value

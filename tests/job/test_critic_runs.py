@@ -11,6 +11,8 @@ from tiny_models import write_model_with_tokenizer
 from tiny_runs import groups, metrics, parameters_of, same_bits
 
 from shoal import cli
+from shoal.commands import doctor
+from shoal.job.step_trial import estimate_times
 from shoal.runs.metrics import is_clock
 
 GAE = (
@@ -128,11 +130,22 @@ def test_a_step_of_ppo_is_learnt_again_from_its_stored_groups(workshop, capsys):
 
 
 @pytest.mark.slow
-def test_the_doctor_counts_the_critic(workshop, capsys):
+def test_the_doctor_tries_the_critic_too(workshop, capsys, monkeypatch):
+    trials = []
+
+    def estimate(config, trial, *others):
+        trials.append(trial)
+        return estimate_times(config, trial, *others)
+
+    monkeypatch.setattr(doctor, "estimate_times", estimate)
     words = workshop.words("never", *GAE)[1:]
     assert cli.main(["doctor", *words, "json=true"]) == 0
-    printed = capsys.readouterr()
-    assert "critic" in printed.out
+    assert "critic" in capsys.readouterr().out
+    [trial] = trials
+    assert trial.critic_accumulate_seconds > 0 and trial.critic_apply_seconds > 0
+    for name in ("score critic", "accumulate critic", "apply critic"):
+        assert trial.programs[name].extra_bytes > 0
+    assert not trial.skipped
 
 
 @pytest.mark.parametrize(

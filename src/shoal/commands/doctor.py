@@ -265,6 +265,8 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
             prompts=first_prompts,
             own_advantage=job.own_advantage,
             teacher=job.teacher_source.architecture if job.teacher_source else None,
+            critic=job.critic,
+            critic_parameters=job.load_critic(parameters),
         )
     return None
 

@@ -43,7 +43,8 @@ from shoal.sampler.engine import Engine, run_until_idle
 from shoal.sampler.scheduler import prompt_bucket
 from shoal.tasks.task import Task
 from shoal.text import seconds_text
-from shoal.trainer.batch import Shape, pack, unpack
+from shoal.trainer.batch import MicroBatch, Shape, ValueTargets, pack, unpack
+from shoal.trainer.critic import Critic
 from shoal.trainer.own_advantage import OwnAdvantage
 from shoal.trainer.prompts import TokenizedExample
 from shoal.trainer.schedule import schedule_of, step_seconds
@@ -123,7 +124,11 @@ class StepTrial:
     # |trainer's - sampler's log-prob| of each token
     differences: np.ndarray = field(default_factory=lambda: np.zeros(0))
     entropy: float = 0.0
-    skipped: bool = False  # the gradient was not finite, and no smaller loss scale would help
+    # The gradient, of the policy or of a critic, was not finite, and no smaller loss scale would
+    # help.
+    skipped: bool = False
+    critic_accumulate_seconds: float = 0.0  # for one micro-batch; 0 without a critic
+    critic_apply_seconds: float = 0.0
     process_bytes: int = 0  # RAM of this process besides arrays, after all programs had run
     worker_bytes: int = 0  # RAM of its child processes, among them the workers of rewards
 
@@ -190,20 +195,22 @@ def try_step(
     prompts: Sequence[TokenizedExample],
     own_advantage: OwnAdvantage | None = None,
     teacher: Architecture | None = None,
+    critic: Critic | None = None,
+    critic_parameters: Params | None = None,
 ) -> StepTrial:
     """Tries the run's first step: samples a group of `batch.group_size` completions for each of
     `prompts`, up to as many as the engine holds at once and for at most SAMPLING_SECONDS, scores
     them, and computes the gradients of up to NUM_MICRO_BATCHES micro-batches. Returns what was
     measured; the updated weights are discarded. `own_advantage`: the user's function that
     `algorithm.advantage` names; None if that is an estimator. `teacher`: the architecture of a
-    teacher, for whose distributions zeros stand in; None without one. Side effects: `engine` and
-    `learner` get programs that measure their compilation (`TimedProgram`), and the engine's caches
-    are freed."""
-    programs: dict[str, TimedProgram] = {}
-    for owner in (engine, learner):
-        timed = {name: TimedProgram(function) for name, function in owner.programs.items()}
-        owner.programs = timed  # type: ignore
-        programs |= timed
+    teacher, for whose distributions zeros stand in; None without one. `critic` and
+    `critic_parameters`: the critic, which is updated too, and its first weights; None without one.
+    Side effects: `engine` and the learners get programs that measure their compilation
+    (`TimedProgram`), and the engine's caches are freed."""
+    programs = _timed(engine) | _timed(learner)
+    if critic is not None:
+        for name, program in _timed(critic.learner).items():
+            programs[f"{name} critic"] = program
     requests = []
     for prompt in prompts[: engine.num_groups]:
         requests.append(
@@ -260,10 +267,20 @@ def try_step(
         shape=shape,
     )
     table = StepTable.of(groups, config.algorithm, own_advantage=own_advantage)
-    _update(trial, table, config, learner, parameters, teacher)
+    batches = _update(trial, table, config, learner, parameters, teacher)
+    if critic is not None:
+        _update_critic(trial, batches[0], critic, critic_parameters)
     load_orbax()  # a run loads this library for its checkpoints, so its memory counts
     trial.process_bytes, trial.worker_bytes = process_bytes(), children_bytes()
     return trial
+
+
+def _timed(owner: Engine | Learner) -> dict[str, TimedProgram]:
+    """Puts programs that measure their compilation in the place of an engine's or a learner's, and
+    returns them by name."""
+    timed = {name: TimedProgram(function) for name, function in owner.programs.items()}
+    owner.programs = timed  # type: ignore
+    return timed
 
 
 def _sample(
@@ -296,12 +313,13 @@ def _update(
     learner: Learner,
     parameters: Params,
     teacher: Architecture | None,
-) -> None:
+) -> list[MicroBatch]:
     """Computes the gradients of up to NUM_MICRO_BATCHES micro-batches of the trial's groups (of
     all, also those whose rewards do not differ), applies them, and writes into `trial` their number
     in a pass over all groups, the times, how the trainer's log-probs differ from the sampler's, the
     entropy, and whether the update was skipped. A single micro-batch is computed twice, because the
-    first time compiles. The new weights are discarded. `table`: that of the trial's groups."""
+    first time compiles. The new weights are discarded. `table`: that of the trial's groups. Returns
+    all micro-batches."""
     # Completions whose reward is invalid are included, because their log-probs can be compared too.
     groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]
     valid = np.ones_like(table.valid)
@@ -358,6 +376,36 @@ def _update(
     # overflow: a smaller loss scale would help
     trial.skipped = bool(result.skipped) and not result.overflow
     trial.apply_seconds = time.perf_counter() - started - trial.programs["apply"].seconds
+    return batches
+
+
+def _update_critic(
+    trial: StepTrial, batch: MicroBatch, critic: Critic, parameters: Params | None
+) -> None:
+    """Computes the critic's values of a micro-batch, and one update of it towards the mean reward;
+    writes the times into `trial`, and whether the update was skipped. The gradient is computed
+    twice, because the first time compiles. The new weights are discarded. `parameters`: the
+    critic's first weights."""
+    arrays = batch.arrays.of_critic()
+    learner = critic.learner
+    state = learner.init(parameters)
+    values = np.asarray(learner.score(state.parameters, arrays))
+    returns = np.full(values.shape, np.nan_to_num(trial.mean_reward), np.float32)
+    weight = (arrays.loss_mask / max(arrays.loss_mask.sum(), 1)).astype(np.float32)
+    arrays = replace(arrays, targets=ValueTargets(values, returns, weight))
+    total = None
+    for _ in range(2):
+        started = time.perf_counter()
+        total, values = learner.accumulate(total, state, arrays)
+        jax.block_until_ready(values)
+        trial.critic_accumulate_seconds = time.perf_counter() - started
+    assert total is not None
+    started = time.perf_counter()
+    _, result = learner.apply(state, total)
+    if bool(result.skipped) and not result.overflow:
+        trial.skipped = True
+    seconds = time.perf_counter() - started
+    trial.critic_apply_seconds = seconds - trial.programs["apply critic"].seconds
 
 
 SCORING = 1 / 3
@@ -425,11 +473,11 @@ def estimate_times(
         trained * algorithm.num_epochs + SCORING * num_scorings(algorithm, config.teacher) * batches
     )
     updates = algorithm.num_epochs * algorithm.num_minibatches
-    if algorithm.has_critic:
-        # A critic, which is not tried, takes as long as a policy: it has the same layers.
-        passes += trained * algorithm.num_epochs + SCORING * batches
-        updates *= 2
     update = passes * trial.accumulate_seconds + updates * trial.apply_seconds
+    if algorithm.has_critic:
+        passes_of_critic = trained * algorithm.num_epochs + SCORING * batches
+        update += passes_of_critic * trial.critic_accumulate_seconds
+        update += updates * trial.critic_apply_seconds
     tokens = float(trial.lengths.sum()) * longer
     # completions x tokens of one in the mean x seconds of a token
     evaluation = (
@@ -472,11 +520,18 @@ def trial_budget(budget: Budget, trial: StepTrial, engines: Mapping[str, Engine]
     is_cpu = training.model.role.platform == "cpu"
     costs = {}
     for name in LARGEST:
-        program = trial.programs[name]
-        extra = round(program.extra_bytes * scale.get(name, 1.0))
-        if is_cpu:
-            # While a program is compiled all arrays are held, but the program needs no memory yet.
-            extra = max(extra, program.compile_bytes)
+        extra = 0
+        # A critic's program runs in the same phase as the policy's of its name: what the larger of
+        # both needs.
+        for program_name in (name, f"{name} critic"):
+            program = trial.programs.get(program_name)
+            if program is None:
+                continue
+            extra = max(extra, round(program.extra_bytes * scale.get(name, 1.0)))
+            if is_cpu:
+                # While a program is compiled all arrays are held, but the program needs no memory
+                # yet.
+                extra = max(extra, program.compile_bytes)
         costs[name] = ProgramCost(extra_bytes=extra)
     process_bytes = None
     if is_cpu:

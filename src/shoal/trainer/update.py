@@ -9,7 +9,7 @@ groups -> log-probs computed beforehand (old, reference, teacher), values of a c
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -38,6 +38,15 @@ from shoal.trainer.step_table import StepTable
 ROUTES_MEASURED_EVERY = 10
 """Steps after which the effect of using the recorded experts again is measured once more, by
 scoring a micro-batch without them."""
+
+OF_POLICY = {"loss": "loss", "grad_norm": "grad_norm", "lr": "lr", "skipped": "update/skipped"}
+OF_CRITIC = {
+    "loss": "critic/vf_loss",
+    "grad_norm": "critic/grad_norm",
+    "lr": "critic/lr",
+    "skipped": "critic/skipped",
+}
+"""Field of `UpdateMetrics` -> the metric of it, for updates of the policy and of a critic."""
 
 PATIENCE_SECONDS = 5.0
 """Seconds that a requested stop waits for the updates of a step after its first. The first update
@@ -525,7 +534,12 @@ class Updater:
                 result.metrics.add("experts/rerouted", rerouted, num_given)
         # The sum alone: the count is no divisor of it.
         result.metrics.add("objective", sums.pop("objective")[0])
-        _record_update(result.metrics, sums | maxima, applied)
+        _record_update(result.metrics, sums | maxima, applied, OF_POLICY)
+        if applied.loss_scale is not None:
+            result.metrics.add("loss_scale", float(applied.loss_scale))
+            result.metrics.add("update/overflows", int(applied.overflow))
+        # A skipped update counts in `update/skipped` alone.
+        result.metrics.add("update/count", 1 - int(applied.skipped))
         if keep:
             # `values` are `kept_logprobs` on the host
             result.logprobs |= unpack(batches, values)
@@ -551,12 +565,7 @@ class Updater:
         sums = total.sums  # taken out first, as `apply` donates what is in `total`
         critic_state, applied = critic.learner.apply(state.critic, total)
         sums, applied = jax.device_get((sums, applied))
-        for name, (value, count) in sums.items():
-            metrics.add(name, value, count)
-        metrics.add("critic/vf_loss", float(applied.loss))
-        metrics.add("critic/grad_norm", float(applied.grad_norm))
-        metrics.add("critic/lr", float(applied.lr))
-        metrics.add("critic/skipped", int(applied.skipped))
+        _record_update(metrics, sums, applied, OF_CRITIC)
         return replace(state, critic=critic_state)
 
 
@@ -582,17 +591,12 @@ def _record_loads(metrics: MetricSet, loads: np.ndarray, num_tokens: float) -> N
         metrics.add("experts/unused", np.count_nonzero(of_layer == 0), len(of_layer))
 
 
-def _record_update(metrics: MetricSet, values: dict, applied: UpdateMetrics) -> None:
-    """Adds the metrics of one update: `values` maps a metric's name to (value, count). A skipped
-    update counts in `update/skipped` and not in `update/count`. `loss_scale` and `update/overflows`
-    are added only if there is a loss scale."""
+def _record_update(
+    metrics: MetricSet, values: dict, applied: UpdateMetrics, names: Mapping[str, str]
+) -> None:
+    """Adds the metrics of one update, of the policy or of a critic. `values` maps a metric's name
+    to (value, count); `names` a field of `applied` to its metric."""
     for name, (value, count) in values.items():
         metrics.add(name, value, count)
-    metrics.add("loss", float(applied.loss))
-    metrics.add("grad_norm", float(applied.grad_norm))
-    metrics.add("lr", float(applied.lr))
-    metrics.add("update/skipped", int(applied.skipped))
-    if applied.loss_scale is not None:
-        metrics.add("loss_scale", float(applied.loss_scale))
-        metrics.add("update/overflows", int(applied.overflow))
-    metrics.add("update/count", 1 - int(applied.skipped))
+    for field_name, name in names.items():
+        metrics.add(name, np.asarray(getattr(applied, field_name)).item())

@@ -23,6 +23,7 @@ SYSTEMS = {
     "trl": "TRL",
     "trl_sft": "TRL",
     "trl_async": "TRL",
+    "trl_ppo": "TRL",
     "verl": "verl",
     "maxtext": "MaxText",
     "torchrl": "TorchRL",

@@ -64,6 +64,33 @@ def test_beside_a_teacher_trls_beta_is_the_divergence():
             compose("train", words)
 
 
+def test_any_flag_of_trls_ppo_config_asks_for_ppo_with_its_defaults():
+    config, _ = compose("train", ["cliprange=0.3", "vf_coef=0.2", "per_device_train_batch_size=16"])
+    a = config.algorithm
+    assert (a.advantage, a.lam, a.discount, a.num_epochs) == ("gae", 0.95, 1.0, 4)
+    assert (a.clip_low, a.clip_high, config.critic.value_clip) == (0.3, 0.3, 0.2)
+    assert (a.kl, a.kl_coef, a.kl_placement) == ("k1", 0.05, "reward")
+    assert config.batch.group_size == 1 and config.batch.prompts_per_device == 16
+    # One optimizer there: one learning rate, and one lambda.
+    assert config.critic.lr == 0 and config.critic.lam == -1
+    words = ["num_ppo_epochs=2", "num_mini_batches=4", "algorithm.lam=1", "critic.lr=1e-3"]
+    words += ["gradient_accumulation_steps=2", "total_episodes=100", "num_train_epochs=3"]
+    config, _ = compose("train", [*words, "response_length=24", "mesh.fsdp=1"])
+    a = config.algorithm
+    assert (a.num_epochs, a.num_minibatches, a.lam) == (2, 4, 1.0)
+    assert config.critic.lr == 1e-3 and config.sampling.max_completion_tokens == 24
+    assert config.batch.prompts_per_device == 16 and config.steps == 7  # 100 / 16, rounded up
+    for words, error in (
+        (["lam=2"], "algorithm.lam"),
+        (["gamma=0.9", "whiten_rewards=true"], "whiten_rewards=true is not supported: rewards are"),
+        (["lam=1", "stop_token=period"], "stop_token=period: expected eos"),
+        (["lam=1", "missing_eos_penalty=1.0"], "missing_eos_penalty=1.0 is not supported"),
+        (["total_episodes=9", "per_device_train_batch_size=8", "mesh.fsdp=-1"], "leaves open"),
+    ):
+        with pytest.raises(ShoalError, match=error):
+            compose("train", words)
+
+
 def test_a_rules_words_stand_at_their_flags_and_have_the_values_of_what_lies_beneath():
     file = layer("sampling.max_prompt_tokens=100")
     line = layer("max_target_length=300")

@@ -409,7 +409,8 @@ def trl_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     device, and makes steps_per_generation / gradient_accumulation_steps updates of them.
     generation_batch_size is the number of completions on all devices, in place of
     steps_per_generation. By default gradient_accumulation_steps is 1, and steps_per_generation
-    equals it. ShoalError if a step is no whole number of groups and updates."""
+    equals it. With num_mini_batches, of PPOConfig, that is the number of updates. ShoalError if a
+    step is no whole number of groups and updates."""
     given = _without_nothing(given)
     size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
     parts = to_int("gradient_accumulation_steps", given.get("gradient_accumulation_steps", "1"))
@@ -424,7 +425,8 @@ def trl_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         )
     group = get("batch.group_size")
     total = whole or size * batches  # completions of a step: in all, or of one device
-    updates = batches // parts
+    # Of PPOConfig, whose steps are never of several batches.
+    updates = to_int("num_mini_batches", given.get("num_mini_batches", str(batches // parts)))
     if total % group:
         shown = f"per_device_train_batch_size={size} x {batches} batches"
         if whole:
@@ -473,6 +475,28 @@ def trl_updates(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     if to_int(name, text, -1) == -1:
         return {}, "num_train_epochs says how long the run is"
     return {"steps": _steps_of(name, text, 0, get)}, _counted_in_updates(get)
+
+
+def trl_episodes(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts the length of a run of TRL's PPO, a number of completions (None: by epochs), to
+    steps, rounded up. ShoalError if batch.prompts_per_device needs a number of devices that the
+    keys leave open."""
+    [(name, text)] = given.items()
+    if text.lower() in NOTHING:
+        return {}, "num_train_epochs says how long the run is"
+    episodes = to_int(name, text)
+    prompts = get("batch.prompts_per_step")
+    each = get("batch.prompts_per_device")  # 0: not set
+    if each:
+        devices = _trainer_devices(get)  # None: open
+        if devices is None:
+            raise ShoalError(
+                f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set "
+                "mesh.fsdp, or give steps in its place"
+            )
+        prompts = each * devices
+    completions = prompts * get("batch.group_size")
+    return {"steps": str(math.ceil(episodes / completions))}, f"{completions} completions a step"
 
 
 TRL_COUNTS = {"save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}
@@ -734,7 +758,7 @@ def trl_reward_model(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Senten
     """Converts the flag of TRL's scripts for a classifier as reward to reward.functions=model:PATH;
     ShoalError if other rewards are given, because there it comes before the functions of
     reward_funcs."""
-    [(name, text)] = given.items()
+    name, text = last_of(given)
     others = get("reward.functions")
     if others:
         raise ShoalError(
@@ -791,6 +815,7 @@ RULES: tuple[Rule, ...] = (
     verl_staleness,
     verl_counts,
     trl_updates,
+    trl_episodes,
     maxtext_train_rl,
     maxtext_test_batches,
     epochs,

@@ -1,5 +1,5 @@
-"""The table of TRL 1.16: flags of GRPOConfig and SFTConfig, of the TrainingArguments under them,
-and of its scripts."""
+"""The table of TRL 1.16: flags of GRPOConfig, SFTConfig and PPOConfig (trl.experimental.ppo), of
+the TrainingArguments under them, and of its scripts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shoal.compat.flags import (
     Flag,
     FlagTexts,
     KeyValues,
+    Yielding,
     derived,
     grouped,
     idle,
@@ -137,6 +138,35 @@ def read_divergence(given: FlagTexts) -> KeyValues:
     }
 
 
+_OF_PPO = {
+    "num_ppo_epochs": ("4", ("algorithm.num_epochs",)),
+    "cliprange": ("0.2", ("algorithm.clip_low", "algorithm.clip_high")),
+    "cliprange_value": ("0.2", ("critic.value_clip",)),
+    "gamma": ("1.0", ("algorithm.discount",)),
+    "lam": ("0.95", ("algorithm.lam",)),
+    "kl_coef": ("0.05", ("algorithm.kl_coef",)),
+    "kl_estimator": ("k1", ("algorithm.kl",)),
+}
+"""Flag of PPOConfig -> its default there, and the keys that get its value."""
+
+
+def read_ppo(given: FlagTexts) -> KeyValues:
+    """Converts the flags of PPOConfig, any of which asks for PPO: algorithm.advantage=gae, one
+    completion of each prompt, the KL in the reward, values and advantages as there. What is not
+    given has PPOConfig's default, which yields to other settings of the same layer; the number of
+    completions, and the critic's learning rate, which there is the policy's, yield to all."""
+    values: dict[str, Any] = {
+        "algorithm.advantage": "gae",
+        "algorithm.kl_placement": "reward",
+        "batch.group_size": Yielding("1", to_all=True),
+        "critic.lam": Yielding("-1"),
+    }
+    for name, (default, keys) in _OF_PPO.items():
+        for key in keys:
+            values[key] = given.get(name, Yielding(default))
+    return values
+
+
 _HEAD = "vllm_importance_sampling_"
 
 
@@ -245,7 +275,7 @@ def read_lora(given: FlagTexts) -> KeyValues:
     )
     values: dict[str, Any] = {}
     for key, default in defaults.items():  # a flag that is not given is '' or [] in `own`
-        values[key] = own[key] or flags.Yielding(default)
+        values[key] = own[key] or Yielding(default)
     if "use_rslora" in given:
         values["model.lora.rslora"] = given["use_rslora"]
     return values
@@ -273,7 +303,7 @@ def read_resume(name: str, text: str) -> KeyValues:
     if text.lower() in flags.OFF:
         return {}
     if text.lower() == "true":
-        return {"resume": flags.Yielding(LAST)}
+        return {"resume": Yielding(LAST)}
     path = Path(text).expanduser()
     run = path
     for folder in (path, *path.parents[:2]):  # a checkpoint is RUN/checkpoints/STEP
@@ -304,6 +334,8 @@ FLAGS: list[Flag] = [
         num_iterations="algorithm.num_epochs",
         model_name_or_path="model.path",
         max_completion_length="sampling.max_completion_tokens",
+        response_length="sampling.max_completion_tokens",
+        sft_model_path="model.path",
         max_prompt_length="sampling.max_prompt_tokens",
         temperature="sampling.temperature",
         top_p="sampling.top_p",
@@ -347,12 +379,13 @@ FLAGS: list[Flag] = [
         meaning="also by a module's path: my_lib.rewards.f",
     ),
     Flag("reward_weights", ("reward.weights",)),
-    *derived(
-        rules.trl_reward_model,
-        "reward.functions",
-        "model:PATH, a sequence classifier",
-        "reward_model_name_or_path",
-    ),
+    *[
+        row
+        for name in ("reward_model_name_or_path", "reward_model_path")
+        for row in derived(
+            rules.trl_reward_model, "reward.functions", "model:PATH, a sequence classifier", name
+        )
+    ],
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
     *grouped(
@@ -372,6 +405,61 @@ FLAGS: list[Flag] = [
         "epsilon",
     ),
     *grouped(read_clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
+    *grouped(
+        read_ppo,
+        "algorithm.advantage algorithm.kl_placement batch.group_size critic.lam "
+        "algorithm.num_epochs algorithm.clip_low algorithm.clip_high critic.value_clip "
+        "algorithm.discount algorithm.lam algorithm.kl_coef algorithm.kl",
+        "of PPOConfig: PPO with a critic, and its defaults for what is not given; the KL is "
+        "subtracted from the reward at the last token, there from each token's",
+        *_OF_PPO,
+    ),
+    *idle(
+        "a critic has an optimizer of its own, whose step does not depend on a factor of its loss; "
+        "critic.lr does",
+        "vf_coef",
+    ),
+    *derived(
+        rules.trl_episodes,
+        "steps",
+        "completions of the run; divided by those of a step",
+        "total_episodes",
+    ),
+    *refused("rewards are not whitened, advantages are (algorithm.whiten)", "whiten_rewards"),
+    *refused(
+        "a reward function sees the whole completion: subtract there what a missing end costs",
+        "missing_eos_penalty",
+    ),
+    *only("completions end with the model's own end tokens", "eos", names="stop_token"),
+    *refused("completions end with the model's own end tokens", "stop_token_id"),
+    *refused("one adapter is trained", "model_adapter_name", "ref_adapter_name"),
+    *refused(
+        "rewards are shaped by reward functions",
+        "reward_shaping_enable_length",
+        "reward_shaping_enable_repetition",
+        "reward_shaping_enable_eos",
+    ),
+    *idle(
+        "it counts with a setting that is refused",
+        """
+          reward_shaping_length_coef reward_shaping_repetition_coef reward_shaping_repetition_ngram
+          reward_shaping_eos_bonus reward_shaping_eos_missing_penalty
+          reward_shaping_eos_out_of_range_penalty reward_shaping_eos_min_len
+          reward_shaping_eos_max_len
+          """,
+    ),
+    *idle("batch.micro_tokens bounds a micro-batch", "local_rollout_forward_batch_size"),
+    *idle("evaluations are train.evaluate_every", "num_sample_generations"),
+    *idle("a run's folder is named by run_name", "exp_name"),
+    *refused(
+        "it is computed from per_device_train_batch_size and gradient_accumulation_steps",
+        "world_size",
+        "num_total_batches",
+        "micro_batch_size",
+        "local_batch_size",
+        "local_mini_batch_size",
+        "mini_batch_size",
+    ),
     *derived(
         rules.trl_delta,
         "algorithm.clip_dual",
@@ -493,6 +581,12 @@ FLAGS: list[Flag] = [
         "batch.prompts_per_device batch.micro_tokens algorithm.num_minibatches",
         "batches of a step; divided by gradient_accumulation_steps, its updates",
         "steps_per_generation",
+    ),
+    *derived(
+        rules.trl_batch,
+        "batch.prompts_per_device batch.micro_tokens algorithm.num_minibatches",
+        "of PPOConfig: updates of a step",
+        "num_mini_batches",
     ),
     *derived(
         rules.trl_batch,

@@ -13,6 +13,10 @@ out), and makes one update of AdamW. Completions are all as long as they may be;
 other. `--turns`: the shapes are measured so often in turns, and then compared with the first one:
 on a busy machine the ratios say more than the seconds.
 
+`8M-64` to `8M-1024` are the 8M model with completions of so many tokens, in rows that a
+run on a CPU would choose: `us/token`, the time of a step over the tokens of its completions, says
+how it grows with their length.
+
 `keys-1k` and `states-1k` decode alone: four layers of attention over 1,024 own keys, and four delta
 nets, both with a quarter of the widths of Qwen3.5-9B. The seconds are those of a token in each of
 eight slots.
@@ -60,13 +64,20 @@ class Shape:
     prompt: int
     completion: int
     median: float = 0.0
-    micro_tokens: int = 2048
+    micro_tokens: int = 2048  # 0: what a run on a CPU decides
     tied: bool = True
     qkv_bias: bool = False
     experts: int = 0  # of each layer; 0: a dense feed-forward part
     chosen: int = 0  # experts of a token
     delta_nets: bool = False  # in place of attention
     decodes: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step's completions, at most; where nothing but decoding is measured, one in
+        each slot."""
+        slots = self.prompts * self.siblings
+        return slots if self.decodes else slots * self.completion
 
     def lengths(self, step: int) -> np.ndarray:
         """Tokens of each completion of a step, [P, G]."""
@@ -86,6 +97,11 @@ SHAPES: Mapping[str, Shape] = {
     "1M": Shape(128, 4, 384, 4, 2, 32, 1024, 8, 8, 16, 16),
     "8M": _8M,
     "50M": Shape(512, 12, 2048, 8, 4, 64, 8192, 2, 8, 128, 256),
+    "8M-64": replace(_8M, completion=64, micro_tokens=0),
+    "8M-128": replace(_8M, micro_tokens=0),
+    "8M-256": replace(_8M, completion=256, micro_tokens=0),
+    "8M-512": replace(_8M, completion=512, micro_tokens=0),
+    "8M-1024": replace(_8M, completion=1024, micro_tokens=0),
     "8M-lognormal": replace(_8M, completion=512, median=150.0),
     "8M-prompts-2k": replace(_8M, prompt=2048, micro_tokens=8192),
     "8M-G16": replace(_8M, siblings=16),
@@ -102,7 +118,8 @@ class Trial:
     def __init__(self, shape: Shape, dtype: Any, rank: int = 0) -> None:
         import jax
 
-        from shoal.budget.auto import decided_remat, trained_model
+        from shoal.budget.auto import cpu_micro_tokens, decided_remat, trained_model
+        from shoal.config.derived import CPU_MICRO_TOKENS
         from shoal.config.sections.model import ModelSection
         from shoal.config.sections.optimizer import BatchSection, OptimizerSection
         from shoal.config.sections.sampling import SamplingSection
@@ -148,12 +165,15 @@ class Trial:
             batch=BatchSection(
                 prompts_per_step=shape.prompts,
                 group_size=shape.siblings,
-                micro_tokens=shape.micro_tokens,
+                micro_tokens=shape.micro_tokens or CPU_MICRO_TOKENS,
             ),
             sampling=SamplingSection(
                 max_prompt_tokens=shape.prompt, max_completion_tokens=shape.completion
             ),
         )
+        if not shape.micro_tokens:
+            batch = replace(config.batch, micro_tokens=cpu_micro_tokens(config, 1))
+            config = replace(config, batch=batch)
         self.roles = make_roles(config.mesh, jax.devices()[:1])
         spec = ModelSource(Path(), self.architecture, lambda role, dtype: self.parameters)
         remat = decided_remat(config, self.roles, self.architecture)
@@ -164,9 +184,9 @@ class Trial:
         self.learner, self.updater = job.learner, job.make_updater(None, None)
         accumulate = self.learner.accumulate
 
-        def counted(total: Any, state: Any, batch: LearnerBatch, targets: Any = None) -> Any:
+        def counted(total: Any, state: Any, batch: LearnerBatch, teacher: Any = None) -> Any:
             self.computed += computed_tokens(batch)
-            return accumulate(total, state, batch, targets)
+            return accumulate(total, state, batch, teacher)
 
         self.learner.accumulate = counted
 
@@ -317,6 +337,7 @@ def figures(
         "update": float(np.median(update)),
         "compile": compiled,
         "computed": 1.0,
+        "us_per_token": 1e6 * float(np.median(steps)) / trial.shape.tokens,
         "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
@@ -353,7 +374,7 @@ def measure(name: str, repeats: int, dtype: str, rank: int = 0) -> dict[str, flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "shapes", nargs="*", default=DEFAULT, help=f"of {', '.join(SHAPES)}; default: three"
     )
@@ -375,7 +396,7 @@ def main() -> None:
     )
     print(
         f"{'shape':>13} {'params':>8} {'step':>8} {'min-max':>15} {'sampling':>9} {'update':>8}",
-        f"{'compile':>8} {'computed':>9} {'peak GiB':>9}",
+        f"{'compile':>8} {'computed':>9} {'us/token':>9} {'peak GiB':>9}",
     )
     shapes = list(itertools.product(options.shapes, options.lora))
     ratios: dict[tuple[str, int], list[float]] = {shape: [] for shape in shapes}
@@ -389,7 +410,7 @@ def main() -> None:
             print(
                 f"{label(name, rank):>13} {row['parameters'] / 1e6:7.1f}M {row['step']:8.3f} "
                 f"{spread:>15} {row['sampling']:9.3f} {row['update']:8.3f} {row['compile']:8.2f} "
-                f"{row['computed']:8.2f}x {row['peak_gib']:9.2f}",
+                f"{row['computed']:8.2f}x {row['us_per_token']:9.1f} {row['peak_gib']:9.2f}",
                 flush=True,
             )
     if options.turns > 1:

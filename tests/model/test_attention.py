@@ -9,6 +9,7 @@ from functools import partial
 from itertools import product
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,19 @@ from shoal.model.attention import trials as kernel_trials
 from shoal.model.attention.blocked import attend_by_blocks
 from shoal.model.attention.caches import cache_size, keys_at_once
 from shoal.model.attention.reference import attend_at_once
-from shoal.model.attention.rule import Tokens, blocks_of, full_blocks, needed_blocks, reads
+from shoal.model.attention.rule import (
+    Blocks,
+    Spans,
+    Tokens,
+    blocks_of,
+    full_blocks,
+    needed_blocks,
+    reads,
+    spans_of,
+)
 from shoal.model.attention.selector import attention_kind, by_pages, decodes_by_kernel
 from shoal.model.attention.softmax import PLAIN, Scoring, kernel_fault_of, largest_block
+from shoal.model.attention.spans import attend_by_spans
 from shoal.model.parameters import shardings
 from shoal.model.rotary import rotate
 from shoal.model.transformer import Model
@@ -125,6 +136,14 @@ def blocked(block: int, at_once: int):
     return attention
 
 
+def by_spans(block: int, tile: int):
+    def attention(q, k, v, query, key, scoring=PLAIN, sinks=None):
+        spans = spans_of(query, key, block, tile, scoring.window)
+        return attend_by_spans(q, k, v, spans, tile, scoring, sinks)
+
+    return attention
+
+
 def on_tpu(q, k, v, query, key):
     """Of q and k that are turned back before."""
     size = k.shape[1] * k.shape[3] // 2
@@ -140,8 +159,10 @@ def on_tpu(q, k, v, query, key):
         )
         for cos, sin in (of_queries, of_keys)
     )
-    flat, pairs = (jax.lax.collapse(x, 2) for x in (q, k, v)), tpu_attention.block_pairs(query, key)
-    return tpu_attention.attend_rows(*flat, (own, others), pairs, interpret=True).reshape(q.shape)
+    flat_q, flat_k, flat_v = (jax.lax.collapse(x, 2) for x in (q, k, v))
+    pairs = tpu_attention.block_pairs(query, key)
+    out = tpu_attention.attend_rows(flat_q, flat_k, flat_v, (own, others), pairs, interpret=True)
+    return out.reshape(q.shape)
 
 
 def by_pallas(block: int):
@@ -169,9 +190,9 @@ def in_parts(attention, count: int):
 @pytest.mark.slow
 def test_the_reference_reads_what_the_rule_says():
     (q, k, v, _), (segment, prompt) = inputs(32, 4, 2, 8), rows_of(32)
-    found = attend_at_once(
-        *(jnp.asarray(x, jnp.float32) for x in (q, k, v)), *[Tokens.of(segment, prompt)] * 2
-    )
+    tokens = Tokens.of(jnp.asarray(segment), jnp.asarray(prompt))
+    arrays = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
+    found = attend_at_once(*arrays, query=tokens, key=tokens)
     np.testing.assert_allclose(found, by_rule(q, k, v, segment, prompt), atol=2e-6)
 
 
@@ -182,6 +203,9 @@ def test_the_reference_reads_what_the_rule_says():
         pytest.param(blocked(16, 0), 96, 4, 2, 8, id="blocked"),
         pytest.param(blocked(8, 4), 64, 2, 2, 16, id="blocked in parts"),
         pytest.param(blocked(32, 1), 96, 6, 1, 8, id="one key head"),
+        pytest.param(by_spans(16, 24), 96, 4, 2, 8, id="spans"),
+        pytest.param(by_spans(32, 96), 96, 6, 1, 8, id="spans, a row a tile"),
+        pytest.param(in_parts(by_spans(8, 16), 2), 96, 2, 2, 16, id="spans of a part"),
         pytest.param(on_tpu, 300, 8, 4, 64, id="TPU", marks=pytest.mark.slow),
         pytest.param(on_tpu, 520, 3, 1, 128, id="TPU, one key head", marks=pytest.mark.slow),
         pytest.param(by_pallas(16), 90, 6, 2, 24, id="pallas"),
@@ -276,7 +300,7 @@ def test_windows_caps_and_sinks_are_those_of_float64(scoring, has_sinks):
     with jax.enable_x64(True):
         wanted = value_and_gradients(oracle, [jnp.asarray(x) for x in arrays], jnp.asarray(weight))
     tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
-    for form in (attend_at_once, blocked(16, 4)):
+    for form in (attend_at_once, blocked(16, 4), by_spans(16, 20)):
 
         def ours(q, k, v, sinks=None, form=form):
             return form(q, k, v, tokens, tokens, scoring, sinks)
@@ -292,7 +316,9 @@ def test_windows_caps_and_sinks_are_those_of_float64(scoring, has_sinks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", [blocked(16, 0), in_parts(blocked(16, 0), 3)])
+@pytest.mark.parametrize(
+    "form", [blocked(16, 0), in_parts(blocked(16, 0), 3), in_parts(by_spans(16, 20), 3)]
+)
 def test_windows_caps_and_sinks_in_bfloat16_and_in_parts_of_rows(form):
     segment, prompt = rows_of(96)
     tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
@@ -319,7 +345,7 @@ def test_a_completion_reads_through_its_window_the_last_keys_of_its_prompt_alone
     """A prompt of 10 tokens with completions of 3 and 4, through a window of 4."""
     segment = np.array([[1] * 10 + [2] * 3 + [3] * 4 + [0]])
     prompt = np.array([[1] * 17 + [0]])
-    tokens = Tokens.of(segment, prompt, places(segment, prompt))
+    tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
     mask = np.asarray(reads(tokens.to_meet(2), tokens.to_meet(1), window=4))[0]
     read = {query: mask[query].nonzero()[0].tolist() for query in (2, 9, 10, 12, 13, 16, 17)}
     assert read == {
@@ -333,7 +359,7 @@ def test_a_completion_reads_through_its_window_the_last_keys_of_its_prompt_alone
     }
 
 
-@pytest.mark.parametrize("form", [attend_at_once, blocked(16, 0)])
+@pytest.mark.parametrize("form", [attend_at_once, blocked(16, 0), by_spans(16, 32)])
 def test_padding_gives_sinks_no_gradient(form):
     (q, k, v, _), padding = inputs(32, 4, 2, 8), jnp.zeros((3, 32), jnp.int32)
     tokens = Tokens.of(padding, padding)
@@ -348,7 +374,7 @@ def test_padding_gives_sinks_no_gradient(form):
 
 @pytest.mark.slow
 @pytest.mark.bitwise
-@pytest.mark.parametrize("form", [attend_at_once, blocked(16, 4)])
+@pytest.mark.parametrize("form", [attend_at_once, blocked(16, 4), by_spans(16, 20)])
 def test_a_window_longer_than_all_sequences_changes_no_bit(form):
     segment, prompt = rows_of(96)
     tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
@@ -440,11 +466,12 @@ def test_a_window_leaves_out_the_blocks_before_it_and_none_that_is_needed(block,
     segment, prompt = rows_of(96)
     tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
     pairs = allowed(segment, prompt, window).reshape(3, 96 // block, block, 96 // block, block)
-    wanted, whole = pairs.any((2, 4)), np.asarray(full_blocks(tokens, tokens, block, window))
+    wanted = np.asarray(pairs.any((2, 4)))
+    whole = np.asarray(full_blocks(tokens, tokens, block, window))
     one = (segment.reshape(3, -1, block).min(-1) == segment.reshape(3, -1, block).max(-1))[:, None]
     np.testing.assert_array_equal(whole, pairs.all((2, 4)) & one)
     found = np.asarray(needed_blocks(tokens, tokens, block, window))
-    assert (found >= wanted).all()
+    assert np.all(found >= wanted)
     np.testing.assert_array_equal(found[1], wanted[1])  # a single sequence
     assert (found & ~wanted).sum() <= len(np.unique(segment[0]))
     # Queries of a part of the rows.
@@ -484,19 +511,50 @@ def test_no_block_that_is_needed_is_left_out_and_few_others_are_computed(block):
     assert found[0].sum() < np.tri(96 // block).sum() or block > 8
 
 
+@pytest.mark.parametrize("window", [0, 1, 5, 12, 40])
+@pytest.mark.parametrize(("block", "tile"), [(8, 8), (16, 20), (32, 96)])
+def test_two_spans_hold_all_that_a_block_reads(block, tile, window):
+    segment, prompt = rows_of(96)
+    tokens = Tokens.of(*(jnp.asarray(x) for x in (segment, prompt, places(segment, prompt))))
+    spans = spans_of(tokens, tokens, block, tile, window)
+    first, end = np.asarray(spans.first), np.asarray(spans.end)
+    key = np.arange(96)
+    inside = (key >= first[..., None]) & (key < end[..., None])  # [R, n, 2, T]
+    read = allowed(segment, prompt, window).reshape(3, 96 // block, block, 96).any(2)
+    times = inside.sum(2)  # each key is in how many spans
+    assert (times <= 1).all() and not (read & (times == 0)).any()
+    assert not inside[2].any()  # padding
+    half = jax.tree.map(lambda x: x[:, 32:64], tokens)  # queries of a part of the rows
+    np.testing.assert_array_equal(
+        spans_of(half, tokens, block, tile, window).first, first[:, 32 // block : 64 // block]
+    )
+
+
+def test_a_completion_takes_the_tiles_of_its_causal_half():
+    """Four completions of 64 tokens after a prompt of 16, in blocks and tiles of 16: block n of a
+    completion takes the prompt's tile and n + 1 of its own, whichever completion it is."""
+    segment = np.repeat([[1, 2, 3, 4, 5]], [16, 64, 64, 64, 64], 1)
+    tokens = Tokens.of(jnp.asarray(segment), jnp.ones_like(segment))
+    spans = spans_of(tokens, tokens, 16, 16)
+    tiles = np.asarray(-(-(spans.end - spans.first) // 16)).sum(-1)[0]
+    assert tiles.tolist() == [1] + 4 * [2, 3, 4, 5]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "kind", "platform"),
+    ("mesh", "kind", "platform", "longest"),
     [
-        ((1, 1, 1), "blocked", "cpu"),
-        ((1, 2, 2, 2), "blocked", "cpu"),
-        ((2, 1, 2, 2), "pallas", "gpu"),
-        ((1, 1, 1), "pallas", "tpu"),
-        ((1, 2, 2, 2), "pallas", "tpu"),
+        ((1, 1, 1), "blocked", "cpu", 0),
+        ((1, 2, 2, 2), "blocked", "cpu", 0),
+        ((1, 1, 1), "blocked", "cpu", selector.LONG),  # by spans
+        ((1, 2, 2, 2), "blocked", "cpu", selector.LONG),
+        ((2, 1, 2, 2), "pallas", "gpu", 0),
+        ((1, 1, 1), "pallas", "tpu", 0),
+        ((1, 2, 2, 2), "pallas", "tpu", 0),
     ],
 )
 def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(
-    mesh, kind, platform, monkeypatch
+    mesh, kind, platform, longest, monkeypatch
 ):
     def row_kernel_refusal(model, layer, size):
         return ""
@@ -512,9 +570,8 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(
     for attention in ("reference", kind):
         if attention == kind and platform == "tpu":
             monkeypatch.setattr(Role, "platform", platform)
-        one = Learner(
-            Model(a, where.trainer, attention=attention), ON_POLICY, OptimizerSection(), 10
-        )
+        model = Model(a, where.trainer, attention=attention, longest_sequence=longest)
+        one = Learner(model, ON_POLICY, OptimizerSection(), 10)
         state = one.init(jax.device_put(random_parameters(a), shardings(a, where.trainer)))
         total, lp = one.accumulate(None, state, batch)
         found.append(
@@ -524,12 +581,25 @@ def test_log_probs_and_gradients_of_a_model_are_those_of_the_reference(
         assert 0 < relative(exact, ours) < 2e-6  # 1.01e-6 on some processors
 
 
-def gradient_jaxpr(remat: str, dtype=jnp.float32):
+def gradient_jaxpr(remat: Any, dtype=jnp.float32):
     (batch,) = batches(random_groups(QWEN3, 2, 2, 9, 8))
     model = Model(QWEN3, roles(1, 1, 1).trainer, jnp.dtype(dtype), remat, "blocked")
     return jax.make_jaxpr(jax.grad(lambda p: batch_loss(model, ON_POLICY, p, batch)[0]))(
         random_parameters(QWEN3)
     ).jaxpr
+
+
+def test_long_sequences_go_by_spans_on_a_cpu_alone(monkeypatch):
+    def reads_of(longest: int):
+        model = Model(QWEN3, roles(1, 1, 1).trainer, attention="blocked", longest_sequence=longest)
+        segment = jnp.ones((1, 512), jnp.int32)
+        (found,) = selector.row_reads(model, segment, segment, segment)
+        return type(found)
+
+    assert reads_of(selector.LONG) is Spans
+    assert reads_of(selector.LONG - 1) is reads_of(0) is Blocks
+    monkeypatch.setattr(Role, "platform", "gpu")
+    assert reads_of(selector.LONG) is Blocks
 
 
 @pytest.mark.slow
@@ -686,10 +756,13 @@ def test_memory_grows_with_tokens():
             .lower(shape, shape, shape)
             .compile()
         )
-        return compiled.memory_analysis().temp_size_in_bytes
+        analysis = compiled.memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     assert temporaries(1024, blocked(64, 4)) < 2.2 * temporaries(512, blocked(64, 4))
     assert temporaries(1024, blocked(64, 4)) < temporaries(1024, attend_at_once) / 4
+    assert temporaries(1024, by_spans(64, 64)) < temporaries(1024, blocked(64, 4))
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 200, 257, 320, 448, 500, 1600, 5000])

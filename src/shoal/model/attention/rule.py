@@ -233,6 +233,68 @@ def _place_span(tokens: Tokens, block: int) -> tuple[jax.Array, jax.Array]:
     return lowest, highest
 
 
+class Spans(NamedTuple):
+    """Blocks of queries, n in a row, with the two spans of keys that hold what each reads: one of
+    its prompt, and one of its own sequence up to the block's end."""
+
+    query: Tokens  # int32[R, T]
+    key: Tokens  # int32[R, S]: of whole rows
+    first: jax.Array  # int32[R, n, 2]: position in the row of a span's first key
+    end: jax.Array  # int32[R, n, 2]: position after its last key; `first` if it is empty
+
+
+def spans_of(query: Tokens, key: Tokens, block: int, tile: int, window: int = 0) -> Spans:
+    """Returns the two spans of keys that each block of `block` queries reads; `block` divides their
+    number. `query` may be a part of each row; `key` are whole rows, in which the tokens of a
+    segment follow each other. `window` is that of `reads`.
+
+    Keys are read `tile` at a time: where one span over both takes no more tiles than the two, it
+    takes their place, and the first is empty."""
+    # The first query of a block decides. A sequence that begins within the block needs no keys
+    # before the block's first, unless its prompt lies there, which is then the first query's own
+    # segment or prompt.
+    segment = query.segment[:, ::block]  # [R, n]
+    prompt = query.prompt[:, ::block]
+    position = query.position[:, ::block]
+    first_own, _ = _span_of_segment(key, segment)
+    end_own = position + block
+    first_prompt, end_prompt = _span_of_segment(key, prompt)
+    if window > 0:
+        first_own = jnp.maximum(first_own, position - window + 1)
+        lowest_place, _ = _place_span(query, block)
+        # A prompt's key has its place in the sequence counted from the prompt's first key.
+        first_prompt = jnp.maximum(first_prompt, first_prompt + lowest_place - window + 1)
+        first_prompt = jnp.minimum(first_prompt, end_prompt)
+    # For a block that begins in a prompt, the prompt is its own sequence.
+    begins_in_prompt = prompt == segment
+    first_prompt = jnp.where(begins_in_prompt, first_own, first_prompt)
+    end_prompt = jnp.where(begins_in_prompt, first_own, end_prompt)
+
+    def num_tiles(first: jax.Array, end: jax.Array) -> jax.Array:
+        return -(-(end - first) // tile)  # rounded up
+
+    tiles_apart = num_tiles(first_prompt, end_prompt) + num_tiles(first_own, end_own)
+    first_of_both = jnp.minimum(first_prompt, first_own)
+    is_joined = num_tiles(first_of_both, end_own) <= tiles_apart
+    first_own = jnp.where(is_joined, first_of_both, first_own)
+    end_prompt = jnp.where(is_joined, first_prompt, end_prompt)
+
+    first = jnp.stack([first_prompt, first_own], -1)
+    end = jnp.stack([end_prompt, end_own], -1)
+    # Padding comes at a row's end and reads nothing.
+    is_padding = (segment == 0)[..., None]
+    return Spans(query, key, first, end=jnp.where(is_padding, first, end))
+
+
+def _span_of_segment(key: Tokens, segment: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns, for each segment[R, n], the position in the row of its first key and the position
+    after its last."""
+    is_of_segment = key.segment[:, None] == segment[..., None]  # [R, n, S]
+    first = is_of_segment.argmax(-1).astype(jnp.int32)
+    count = is_of_segment.sum(-1, dtype=jnp.int32)
+    return first, first + count
+
+
 def cache_masks(
     prefix_len: jax.Array,
     position: jax.Array,

@@ -16,8 +16,9 @@ from shoal.mesh import Role, listed
 from shoal.model.architecture import Architecture, Layer
 from shoal.model.attention.blocked import SCORES_AT_ONCE, attend_by_blocks, block_size
 from shoal.model.attention.reference import attend_at_once
-from shoal.model.attention.rule import Tokens, blocks_of
-from shoal.model.attention.softmax import Scoring, kernel_fault_of
+from shoal.model.attention.rule import Tokens, blocks_of, spans_of
+from shoal.model.attention.softmax import Scoring, kernel_fault_of, largest_block
+from shoal.model.attention.spans import QUERIES, TILE, attend_by_spans
 from shoal.model.block import PromptKeys
 from shoal.model.recurrence import step_kernel, steps_by_kernel
 from shoal.model.rotary import rotate_by_product
@@ -33,6 +34,11 @@ all layers if `model.remat=none` keeps them."""
 SHORT = 128
 """Tokens of a row up to which all its scores are computed at once on CPU: blocks would leave out
 next to nothing."""
+
+
+LONG = 384
+"""Tokens of the longest sequence from which `blocked` goes by spans on CPU. Shorter ones gain
+little or nothing on two cores (docs/LOG.md), and keep lists and their bits."""
 
 
 KERNEL_TOKENS = 512
@@ -190,6 +196,8 @@ def _row_form(model: Model, layer: Layer, rows: int, size: int) -> RowForm:
     if kind == "reference":
         return _reference_form(scoring)
     if kind == "blocked":
+        if role.platform == "cpu" and model.longest_sequence >= LONG:
+            return _span_form(scoring, size, whole)
         return _blocked_form(model, scoring, size)
     if role.platform == "tpu":
         return _tpu_form()
@@ -223,6 +231,16 @@ def _blocked_form(model: Model, scoring: Scoring, size: int) -> RowForm:
     return RowForm(
         partial(blocks_of, block=block, window=scoring.window),
         partial(attend_by_blocks, at_once=at_once, scoring=scoring),
+    )
+
+
+def _span_form(scoring: Scoring, size: int, num_keys: int) -> RowForm:
+    """Returns the form that computes by spans, for `size` queries and `num_keys` keys of a row."""
+    block = largest_block(size, QUERIES)
+    tile = min(TILE, num_keys)
+    return RowForm(
+        partial(spans_of, block=block, tile=tile, window=scoring.window),
+        partial(attend_by_spans, tile=tile, scoring=scoring),
     )
 
 

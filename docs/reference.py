@@ -105,8 +105,9 @@ After reading this page you know what each number of a run means, and what TRL a
 <!-- made by `python docs/reference.py`; change `src/shoal/runs/metrics.py` instead -->
 
 Each step writes a line to `metrics.jsonl`, with `step` counted from 1. TensorBoard
-(`report.tensorboard=true`) and Weights & Biases (`report.wandb.mode=online`, or `offline`) get the
-same figures under the same names. In Python:
+(`report.tensorboard=true`), Weights & Biases, MLflow and Trackio (`report.wandb.mode=online`, or
+`offline`; `report.mlflow.mode`, `report.trackio.mode`) get the same figures under the same names.
+In Python:
 
 ```python
 run = shoal.load_run("outputs/first")
@@ -130,7 +131,7 @@ _EVALUATION_HEAD = """
 ## Evaluations
 
 Each evaluation of a data set writes a line to `evaluations.jsonl`: `step` is the version of the
-weights, `name` the data set. TensorBoard and Weights & Biases get the numbers as
+weights, `name` the data set. TensorBoard and the services get the numbers as
 `evaluate/<name>/<figure>`. verl calls `accuracy` `val-core/<name>/acc/mean@1`.
 """
 

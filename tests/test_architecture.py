@@ -68,6 +68,8 @@ ONLY_IN = {  # a foreign package -> the files that may import it
     "math_verify": {"tasks/graders/math_check.py"},
     "tensorboard": {"report/tensorboard.py"},
     "wandb": {"report/wandb.py"},
+    "mlflow": {"report/mlflow.py"},
+    "trackio": {"report/trackio.py"},
     "duckdb": {"runs/group_table.py"},
     "starlette": {"commands/view/server.py", "serve/app.py"},
     "uvicorn": {"serve/server.py"},

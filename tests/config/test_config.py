@@ -357,7 +357,9 @@ def test_trls_file_option_and_trackers_and_a_flag_given_twice(tmp_path):
     ].report
     assert (report.wandb.mode, report.tensorboard) == ("off", False)
     assert compose("train", ["--report_to", "wandb"])[0].report.wandb.mode == "auto"
-    assert "changes nothing here" in compose("train", ["--report_to", "mlflow"])[1].start_lines[0]
+    report = compose("train", ["report_to=[mlflow,trackio]"])[0].report
+    assert (report.mlflow.mode, report.trackio.mode, report.wandb.mode) == ("auto", "auto", "off")
+    assert "changes nothing here" in compose("train", ["--report_to", "comet_ml"])[1].start_lines[0]
     config, _ = compose("train", ["--loss_type", "grpo", "--loss_type", "dapo"])
     assert config.algorithm.aggregation == "token-mean"
     assert compose("train", ["steps=3", "--steps=4"])[0].steps == 4

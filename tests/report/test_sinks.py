@@ -6,8 +6,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -21,10 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shoal.config.sections.train import ReportSection, WandbSection
+from shoal.config.sections.train import (
+    MlflowSection,
+    ReportSection,
+    TrackioSection,
+    WandbSection,
+)
 from shoal.job.training import Profiler
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.report.console import Console
+from shoal.report.mlflow import permitted_name
 from shoal.report.sinks import Background, check_sinks, completion_rows, make_sinks
 from shoal.report.tensorboard import TensorboardSink
 from shoal.report.wandb import WandbSink
@@ -452,7 +460,12 @@ def test_wandb_without_a_login_is_an_error_at_the_start_and_not_a_question(alone
 
 @pytest.mark.parametrize(
     ("package", "section"),
-    [("tensorboard", {"tensorboard": True}), ("wandb", {"wandb": WandbSection(mode="offline")})],
+    [
+        ("tensorboard", {"tensorboard": True}),
+        ("wandb", {"wandb": WandbSection(mode="offline")}),
+        ("mlflow", {"mlflow": MlflowSection(mode="offline")}),
+        ("trackio", {"trackio": TrackioSection(mode="offline")}),
+    ],
 )
 def test_a_package_that_is_not_installed_is_named_with_its_extra(
     tmp_path, monkeypatch, package, section
@@ -466,6 +479,153 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra(
     ):
         with pytest.raises(ShoalError, match=rf"pip install '\.\[{package}\]' in the clone"):
             call()
+
+
+# ---- MLflow and Trackio, which a process of its own loads: their packages warn when imported
+
+
+SERVICE = """
+import json, sys
+from pathlib import Path
+from shoal.config.sections.train import MlflowSection, ReportSection, TrackioSection
+from shoal.report.sinks import make_sinks
+name, folder, rows, table = sys.argv[1], Path(sys.argv[2]), *map(json.loads, sys.argv[3:5])
+section = {"mlflow": MlflowSection, "trackio": TrackioSection}[name](mode="auto")
+report = ReportSection(**{name: section})
+config = {"seed": 0, "batch": {"size": len(rows)}}
+(sink,) = make_sinks(folder, report, config, "first", None, print, print)
+for step, row in rows:
+    if step == 2:
+        sink.write_completions(step, table)
+    sink.write(step, row)
+sink.close()
+"""
+
+
+def run_service(name: str, folder: Path, rows: list[tuple[int, dict[str, Any]]]) -> str:
+    """What a process prints that sends rows to a service as a run does, without an address."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MLFLOW_", "TRACKIO_", "HF_"))
+    }
+    environment |= {"HOME": str(folder.parent), "TRACKIO_DIR": str(folder.parent / "trackio")}
+    environment["HF_HUB_OFFLINE"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", SERVICE, name, str(folder), json.dumps(rows), json.dumps(ROWS)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+TWICE: list[list[tuple[int, dict[str, Any]]]] = [
+    [(0, {"evaluate/held_out/accuracy": 0.5}), (1, STEPS[0]), (2, STEPS[1])],
+    # killed, and resumed from version 1: step 2 comes again
+    [(2, {"reward/mean": 7.0}), (3, STEPS[2] | {ODD: 2, "lr": 1e-4})],
+]
+
+
+@pytest.mark.slow
+def test_mlflow_has_one_run_with_each_step_once(tmp_path):
+    pytest.importorskip("mlflow"), pytest.importorskip("alembic")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for rows in TWICE:
+        said = run_service("mlflow", folder, rows)
+        uri = f"sqlite:///{folder}/mlflow/mlflow.db"
+        assert said == f"MLflow: offline; `mlflow ui --backend-store-uri {uri}` shows it\n"
+    with sqlite3.connect(folder / "mlflow" / "mlflow.db") as database:
+        runs = database.execute("select run_uuid, name, status from runs").fetchall()
+        assert runs == [((folder / "mlflow" / "run_id").read_text().strip(), "first", "FINISHED")]
+        found = database.execute("select key, step, value, is_nan from metrics").fetchall()
+        assert sorted(found) == [
+            ("evaluate/held_out/accuracy", 0, 0.5, 0),
+            ("lr", 1, 1e-3, 0),
+            ("lr", 2, 5e-4, 0),
+            ("lr", 3, 1e-4, 0),
+            ("reward/mean", 1, 0.25, 0),
+            ("reward/mean", 2, 0.5, 0),
+            ("reward/mean", 3, 0.0, 1),
+            ("rewards/logged/größe _a___s.b", 3, 2.0, 0),
+        ]
+        # a parameter keeps the value that the run began with
+        params = database.execute("select key, value from params").fetchall()
+        assert sorted(params) == [("batch.size", "3"), ("seed", "0")]
+    (table,) = folder.rglob("completions/step_2.json")
+    columns, data = json.loads(table.read_text()).values()
+    assert columns == list(ROWS[0]) and data[0] == list(ROWS[0].values())
+
+
+@pytest.mark.slow
+def test_trackio_has_one_run_with_each_step_once(tmp_path):
+    pytest.importorskip("trackio")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for rows in TWICE:
+        said = run_service("trackio", folder, rows)
+        assert said == "Trackio: offline; `trackio show --project shoal` shows it\n"
+    name = (folder / "trackio" / "run_name").read_text().strip()
+    assert re.fullmatch("first-[0-9a-f]{6}", name)
+    (file,) = list((tmp_path / "trackio").rglob("shoal*.db"))
+    with sqlite3.connect(file) as database:
+        rows = database.execute(
+            "select run_name, step, metrics from metrics order by id"
+        ).fetchall()
+    assert {row[0] for row in rows} == {name} and [row[1] for row in rows] == [0, 1, 2, 3]
+    figures = [json.loads(row[2]) for row in rows]
+    assert figures[0] == {"evaluate/held_out/accuracy": 0.5}
+    assert figures[1] == STEPS[0] and figures[2]["reward/mean"] == 0.5
+    assert figures[2]["completions"]["_value"][0] == ROWS[0] and figures[3][ODD] == 2
+
+
+@pytest.mark.parametrize(
+    ("section", "environment", "part"),
+    [
+        (
+            {"mlflow": MlflowSection(mode="online")},
+            {},
+            r"report\.mlflow\.mode=online needs an address: set MLFLOW_TRACKING_URI or report\.",
+        ),
+        (
+            {"trackio": TrackioSection(mode="online")},
+            {},
+            r"report\.trackio\.mode=online needs a Space or a server: set report\.trackio",
+        ),
+        (
+            {"trackio": TrackioSection(mode="offline")},
+            {"TRACKIO_SPACE_ID": "me/curves"},
+            r"report\.trackio\.mode=offline, but TRACKIO_SPACE_ID is set: remove it",
+        ),
+    ],
+)
+def test_an_address_that_is_missing_or_unwanted_is_said_before_the_run(
+    monkeypatch, section, environment, part
+):
+    for name in ("MLFLOW_TRACKING_URI", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ShoalError, match=part):
+        check_sinks(ReportSection(**section))
+
+
+@pytest.mark.parametrize(
+    ("name", "permitted"),
+    [
+        ("reward/mean", "reward/mean"),
+        (ODD, "rewards/logged/größe _a___s.b"),
+        ("a//b", "a__b"),
+        ("../up", "___up"),
+        ("ends/", "ends_"),
+        ("x" * 300, "x" * 250),
+    ],
+)
+def test_a_metric_has_a_name_that_mlflow_permits(name, permitted):
+    assert permitted_name(name) == permitted
 
 
 def test_nothing_is_made_unasked(tmp_path):

@@ -74,6 +74,8 @@ TOPICS: Mapping[str, str] = {
     "checkpoint": "when the run is saved, and which checkpoints are kept",
     "report": "metrics and groups that a run writes",
     "report.wandb": "Weights & Biases",
+    "report.mlflow": "MLflow",
+    "report.trackio": "Trackio",
 }
 """Section of the configuration -> its title in the help."""
 

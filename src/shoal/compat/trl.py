@@ -282,17 +282,23 @@ def read_lora(given: FlagTexts) -> KeyValues:
 
 
 def read_trackers(name: str, text: str) -> KeyValues:
-    """Converts report_to, a list of trackers, to report.wandb.mode and report.tensorboard: each is
-    on if it or `all` is in the list, else off. If the list is empty or has `none` alone, both are
-    off. If the list has only other trackers, like mlflow, nothing is set: the run's folder has the
-    metrics in any case."""
+    """Converts report_to, a list of trackers, to the keys of those that Shoal reports to: each is
+    on if it or `all` is in the list, else off. If the list is empty or has `none` alone, all are
+    off. If the list has only other trackers, like comet_ml, nothing is set: the run's folder has
+    the metrics in any case. `all` stands for W&B and TensorBoard, and for the others if they are
+    installed, as in transformers."""
     named = {item.lower() for item in flags.items_of(text)}
-    if not named & {"wandb", "tensorboard", "all", "none"} and named:  # other trackers alone
-        return {}
-    return {
+    if not named & {"wandb", "tensorboard", "mlflow", "trackio", "all", "none"} and named:
+        return {}  # other trackers alone
+    values = {
         "report.wandb.mode": "auto" if named & {"wandb", "all"} else "off",
         "report.tensorboard": "true" if named & {"tensorboard", "all"} else "false",
     }
+    for tracker in ("mlflow", "trackio"):
+        is_installed = importlib.util.find_spec(tracker) is not None
+        is_on = tracker in named or ("all" in named and is_installed)
+        values[f"report.{tracker}.mode"] = "auto" if is_on else "off"
+    return values
 
 
 def read_resume(name: str, text: str) -> KeyValues:
@@ -747,9 +753,9 @@ FLAGS: list[Flag] = [
     *only("AdamW is the optimizer", "adamw_torch", "adamw_torch_fused", "adamw", names="optim"),
     reads(
         "report_to",
-        "report.wandb.mode report.tensorboard",
+        "report.wandb.mode report.tensorboard report.mlflow.mode report.trackio.mode",
         read_trackers,
-        "wandb, tensorboard, all or none; others change nothing",
+        "wandb, tensorboard, mlflow, trackio, all or none; others change nothing",
         keeps_nothing=True,
     ),
     reads(

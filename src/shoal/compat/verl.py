@@ -445,9 +445,9 @@ FLAGS: list[Flag] = [
     ),
     reads(
         _T + "logger",
-        "report.wandb.mode report.tensorboard",
+        "report.wandb.mode report.tensorboard report.mlflow.mode report.trackio.mode",
         verl_readers.read_loggers,
-        "console, wandb, tensorboard",
+        "console, wandb, tensorboard, mlflow, trackio",
     ),
     # ---- what matters and has no counterpart
     *refused(

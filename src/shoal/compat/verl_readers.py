@@ -380,13 +380,15 @@ def read_train_files(name: str, text: str) -> KeyValues:
 
 
 def read_loggers(name: str, text: str) -> KeyValues:
-    """Converts the list of loggers (console, wandb, tensorboard) to report.wandb.mode=auto and
-    report.tensorboard=true; console sets nothing. ShoalError for a system that Shoal does not
-    report to."""
+    """Converts the list of loggers (console, wandb, tensorboard, mlflow, trackio) to mode=auto of
+    each under `report`, and report.tensorboard=true; console sets nothing. ShoalError for a system
+    that Shoal does not report to."""
     known = {
         "console": {},
         "wandb": {"report.wandb.mode": "auto"},
         "tensorboard": {"report.tensorboard": "true"},
+        "mlflow": {"report.mlflow.mode": "auto"},
+        "trackio": {"report.trackio.mode": "auto"},
     }
     values: dict[str, Any] = {}
     for item in flags.items_of(text):

@@ -1,5 +1,5 @@
-"""Sinks for metrics and some completions besides the run's folder: TensorBoard and Weights &
-Biases, if configured. Also the thread that writes groups."""
+"""Sinks for metrics and some completions besides the run's folder: TensorBoard, Weights & Biases,
+MLflow and Trackio, if configured. Also the thread that writes groups."""
 
 from __future__ import annotations
 
@@ -155,6 +155,14 @@ def check_sinks(section: ReportSection) -> None:
         from shoal.report.wandb import load
 
         load(section.wandb)
+    if section.mlflow.mode != "off":
+        from shoal.report.mlflow import load
+
+        load(section.mlflow)
+    if section.trackio.mode != "off":
+        from shoal.report.trackio import load
+
+        load(section.trackio)
 
 
 def make_sinks(
@@ -190,6 +198,18 @@ def make_sinks(
             f"{wandb.url or f'offline; `wandb sync {folder}/wandb/offline-*` sends it'}"
         )
         sinks.append(Background(wandb, "Weights & Biases", warn))
+    if section.mlflow.mode != "off":
+        from shoal.report.mlflow import MlflowSink
+
+        mlflow = MlflowSink(folder, section.mlflow, config, run_name)
+        note(f"MLflow: {mlflow.place}")
+        sinks.append(Background(mlflow, "MLflow", warn))
+    if section.trackio.mode != "off":
+        from shoal.report.trackio import TrackioSink
+
+        trackio = TrackioSink(folder, section.trackio, config, run_name)
+        note(f"Trackio: {trackio.place}")
+        sinks.append(Background(trackio, "Trackio", warn))
     return sinks
 
 

@@ -115,6 +115,32 @@ class WandbSection:
 
 
 @dataclass(frozen=True)
+class MlflowSection:
+    """The keys `report.mlflow.*`: MLflow."""
+
+    mode: Literal["off", "online", "offline", "auto"] = key("off", stages=())
+    """online sends metrics to MLflow's tracking server; offline writes them to `mlflow/mlflow.db`;
+    auto: online with an address."""
+    tracking_uri: str = key("", stages=())
+    """Address of the server; empty for MLFLOW_TRACKING_URI."""
+    experiment: str = key("shoal", stages=())
+    """Experiment of the run."""
+
+
+@dataclass(frozen=True)
+class TrackioSection:
+    """The keys `report.trackio.*`: Trackio."""
+
+    mode: Literal["off", "online", "offline", "auto"] = key("off", stages=())
+    """online sends metrics to a Space or a server of Trackio; offline writes them for `trackio
+    show`; auto: online with an address."""
+    project: str = key("shoal", stages=())
+    """Project of the run."""
+    space_id: str = key("", stages=())
+    """Space of the hub, USER/NAME; empty for TRACKIO_SPACE_ID or TRACKIO_SERVER_URL."""
+
+
+@dataclass(frozen=True)
 class ReportSection:
     """The keys `report.*`: metrics and groups that a run writes."""
 
@@ -123,9 +149,11 @@ class ReportSection:
     tensorboard: bool = key(False, stages=())
     """Write metrics for TensorBoard to `tensorboard/`."""
     wandb: WandbSection = field(default_factory=WandbSection)
+    mlflow: MlflowSection = field(default_factory=MlflowSection)
+    trackio: TrackioSection = field(default_factory=TrackioSection)
     completions_every: int = key(0, stages=())
     """Steps after which the terminal shows a prompt's answers of least and most reward, and
-    TensorBoard and Weights & Biases a table of a few completions; 0: never."""
+    TensorBoard, Weights & Biases, MLflow and Trackio a table of a few completions; 0: never."""
     timeline: bool = key(False, stages=())
     """Write `timeline.json` for Perfetto: when trainer, sampler, rewards and publication worked and
     waited."""

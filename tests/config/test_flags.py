@@ -399,7 +399,7 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
         (["algorithm.adv_estimator=remax"], "expected one of grpo, rloo"),
         (["critic.enable=true"], "expected algorithm.adv_estimator=gae with it"),
         (["trainer.critic_warmup=3"], "expected 0, or algorithm.adv_estimator=gae"),
-        (["trainer.logger=[mlflow]"], "mlflow is not supported"),
+        (["trainer.logger=[swanlab]"], "swanlab is not supported"),
         (["trainer.resume_mode=disable"], "the same run_name or resume=FOLDER resumes"),
         (["data.train_files=[]"], "expected a file, or a list of files"),
         (["custom_reward_function.name=f"], "needs custom_reward_function.path"),

@@ -350,7 +350,7 @@ def test_where_layers_are_apart_a_prefill_is_a_call_for_each(model, planned, mon
     assert (
         found["prefill"].runs
         == SMALL.num_layers * found["embed"].runs
-        > found["enter"].runs
+        > found["begin"].runs
         == found["embed"].runs
     )
     assert found["prefill"].kwargs["cache"] == one and len(others) == SMALL.num_layers - 1

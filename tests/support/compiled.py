@@ -173,7 +173,7 @@ def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
         if table is not None:
             args.append(jax.ShapeDtypeStruct(table.shape, table.dtype))
         return tuple(args), {}
-    whole = {"embed": "prefill", "enter": "prefill"}.get(program, program)
+    whole = {"embed": "prefill", "begin": "prefill"}.get(program, program)
     return engine.calls(whole, published_shapes(engine.model))[program][1:]
 
 

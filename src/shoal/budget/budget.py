@@ -20,7 +20,7 @@ from shoal.trainer.schedule import schedule_of, step_seconds
 _PHASES: Mapping[str, str] = {
     "embed": "sampling",
     "prefill": "sampling",
-    "enter": "sampling",
+    "begin": "sampling",
     "join": "sampling",
     "decode": "sampling",
     "score": "scoring",

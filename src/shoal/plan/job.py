@@ -43,10 +43,6 @@ from shoal.model.attention.caches import (
     PAGE,
     RING_SLACK,
     Cache,
-    KeyCache,
-    PagedCache,
-    RingCache,
-    StateCache,
     is_ring,
     keys_at_once,
     ring_size,
@@ -265,11 +261,11 @@ class PlannedJob:
         unread: dict[str, float] = {
             "embed": embedding + of_layers,
             "decode": of_layers,
-            "enter": of_layers,
+            "begin": of_layers,
         }
         if parameters.lm_head is not None:
             unread["decode"] += embedding
-            unread["enter"] += embedding
+            unread["begin"] += embedding
         unread["decode"] += _idle_expert_bytes(engine, parameters)
         planned = {}
         for name, calls in runs.items():
@@ -378,30 +374,14 @@ class PlannedJob:
         prompt = block * -(-sampling.max_prompt_tokens // block)
         mean = sampling.mean_completion_tokens or sampling.max_completion_tokens  # 0: not set
         completion = (mean + block - 1) / 2
+        num_slots = engine.num_rows * engine.siblings
         num_bytes = 0.0
         caches = engine.state_shapes().caches
         for number in layers:
             cache = _cache_read_by(model, caches, number)
-            if isinstance(cache, StateCache):
-                num_bytes += bytes_per_device(cache.of_slots)
-                continue
-            if isinstance(cache, PagedCache):
-                # [pages, key heads, tokens of a page, ..]: a slot's share of the pool
-                tokens = cache.own_kv.shape[0] * cache.own_kv.shape[2]
-                slot_tokens = tokens / (engine.num_rows * engine.siblings)
-                prompt_tokens = cache.prefix_kv.shape[2]
-            else:  # [rows, siblings, heads x parts, tokens / parts, ..]
-                parts = cache.parts if isinstance(cache, KeyCache) else 1
-                slot_tokens = cache.own_k.shape[3] * parts
-                prompt_tokens = cache.prefix_k.shape[2] * parts
-            prompt_share = prompt / prompt_tokens
-            completion_share = completion / slot_tokens
-            if isinstance(cache, RingCache):  # which may have room for fewer tokens
-                prompt_share = min(1.0, prompt_share)
-                completion_share = min(1.0, completion_share)
-            # The bytes of each cache, times the tokens read for each token that it has room for.
-            num_bytes += prompt_share * bytes_per_device(cache.of_prompts)
-            num_bytes += completion_share * bytes_per_device(cache.of_slots)
+            of_prompts, of_slots = cache.shares_read(prompt, completion, num_slots)
+            num_bytes += of_prompts * bytes_per_device(cache.of_prompts)
+            num_bytes += of_slots * bytes_per_device(cache.of_slots)
         return num_bytes
 
     def _learning(self) -> dict[str, Planned]:
@@ -768,7 +748,7 @@ class PlannedJob:
         )
 
 
-def _cache_read_by(model: Model, caches: Sequence[Cache], number: int) -> Any:
+def _cache_read_by(model: Model, caches: Sequence[Cache], number: int) -> Cache:
     """Returns the cache that the layer with this number reads: its own, or that of the layer whose
     keys it reads."""
     layer = model.architecture.layer(number)

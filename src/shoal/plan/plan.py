@@ -59,7 +59,7 @@ _LONGEST_FIRST = (
     "score",
     "prefill",
     "join",
-    "enter",
+    "begin",
     "embed",
     "apply",
     "publish",

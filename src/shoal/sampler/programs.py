@@ -189,7 +189,7 @@ def make_programs(
     """Returns the programs of an engine by name, each compiled at its first call: "make_state",
     "prefill", "join", "decode", "feed", "save", "restore". If the model's layers are compiled one
     by one, "prefill" and "feed" compute one layer, "embed" and "embed context" what comes before
-    the layers, and "enter" what comes after them: `run_program` calls them in turn.
+    the layers, and "begin" what comes after them: `run_program` calls them in turn.
 
     `eos_ids`: tokens that end a completion. `truncated`, `max_support`, `records_experts`: see
     `TokenChoice`. Prompts longer than `piece` tokens are computed in pieces of that many (see
@@ -204,77 +204,114 @@ def make_programs(
     # Saved rows bring their keys along, so they have no pool of pages.
     saved = jax.tree.map(get_sharding, state_shapes(model, sizes._replace(pages=0)))
     choice = TokenChoice(eos_ids, truncated, max_support, records_experts)
-    by_row = PartitionSpec(model.role.row_axes)
-    placed = NamedSharding(model.role.mesh, by_row)
     role = model.role.with_options(SAMPLER_OPTIONS)
     decoding = model.role.with_options(CHUNKED_OPTIONS) if model.ffn_chunks > 1 else role
+    compiler = _StepCompiler(model, choice, layout, role)
+    make_state = partial(idle_state, model, sizes)
+    programs = {
+        "make_state": model.role.jit(make_state, out_shardings=layout),
+        "join": compiler.sampling_step("join", _join),
+        "decode": replace(compiler, role=decoding).sampling_step("decode", _decode),
+        "save": role.jit(partial(save_rows, role), out_shardings=saved),
+        "restore": role.jit(partial(restore_rows, role), donate_argnums=0, out_shardings=layout),
+    }
+    # 0 unless the layers are compiled one by one
+    if model.ffn_chunks:
+        return programs | _programs_by_layer(compiler, piece)
+    return programs | _whole_programs(compiler, piece)
 
-    def jit(
+
+@dataclass(frozen=True)
+class _StepCompiler:
+    """What the steps of an engine, which run on each replica's rows, have in common."""
+
+    model: Model
+    choice: TokenChoice
+    layout: DecodeState  # how each array of the state is split over devices
+    role: Role  # the sampler's, with the options of the compiler
+
+    @property
+    def by_row(self) -> PartitionSpec:
+        """Each replica has its own rows of an array."""
+        return PartitionSpec(self.model.role.row_axes)
+
+    def placed(self, *axes: str | None) -> NamedSharding:
+        """Returns the sharding of an array whose first dimension is rows, and whose next ones are
+        split over mesh axes."""
+        return NamedSharding(self.model.role.mesh, PartitionSpec(self.model.role.row_axes, *axes))
+
+    def step(
+        self,
         step: Callable,
         specs: Any,
         shardings: Any,
-        role: Role = role,
         donated: Any = "state",
         queued: bool = True,
     ) -> Program:
-        """Returns the program of a step that runs on each replica's rows. `specs`, `shardings`: of
-        its results, within a replica's mesh (see `_by_replica`) and outside. `role`: the sampler's,
-        with the options of the compiler. `donated`: names of the arguments whose memory the results
-        may use. `queued`: see `Program`."""
+        """Returns the program of a step. `specs`, `shardings`: of its results, within a replica's
+        mesh (see `_by_replica`) and outside. `donated`: names of the arguments whose memory the
+        results may use. `queued`: see `Program`."""
         # The state is donated, because the caches are most of a sampler's memory.
-        return role.jit(
-            partial(_by_replica, step, model, specs),
+        return self.role.jit(
+            partial(_by_replica, step, self.model, specs),
             queued,
             donate_argnames=donated,
             out_shardings=shardings,
         )
 
-    def jit_sampling(name: str, step: Callable, role: Role = role, layout: Any = layout) -> Program:
-        """Returns the program of a step that samples tokens, "prefill", "join" or "decode"; its
-        state has this layout."""
-        tokens = _tokens_by_row(model.role, choice, name)
+    def sampling_step(self, name: str, step: Callable) -> Program:
+        """Returns the program of a step that samples tokens, like "prefill"; `name` decides which
+        `SampledTokens` it records."""
+        tokens = _tokens_by_row(self.model.role, self.choice, name)
         # Sampled tokens keep their sharding: if the compiler chose another, the next call would
         # compile again.
-        sampled = jax.tree.map(partial(NamedSharding, model.role.mesh), tokens)
-        return jit(partial(step, choice=choice), (by_row, tokens), (layout, sampled), role)
+        sampled = jax.tree.map(partial(NamedSharding, self.model.role.mesh), tokens)
+        return self.step(
+            partial(step, choice=self.choice), (self.by_row, tokens), (self.layout, sampled)
+        )
 
-    make_state = partial(idle_state, model, sizes)
-    programs = {
-        "make_state": model.role.jit(make_state, out_shardings=layout),
-        "join": jit_sampling("join", _join),
-        "decode": jit_sampling("decode", _decode, decoding),
-        "save": role.jit(partial(save_rows, role), out_shardings=saved),
-        "restore": role.jit(partial(restore_rows, role), donate_argnums=0, out_shardings=layout),
+
+def _whole_programs(compiler: _StepCompiler, piece: int) -> dict[str, Program]:
+    """Returns "prefill" and "feed" as programs that compute all layers."""
+    feed = partial(_feed, records_experts=compiler.choice.records_experts)
+    by_row = compiler.by_row
+    return {
+        "prefill": compiler.sampling_step("prefill", partial(_prefill, piece=piece)),
+        "feed": compiler.step(feed, (by_row, by_row), (compiler.layout, compiler.placed())),
     }
-    # 0 unless the layers are compiled one by one
-    if not model.ffn_chunks:
-        programs["prefill"] = jit_sampling("prefill", partial(_prefill, piece=piece))
-        feed = partial(_feed, records_experts=records_experts)
-        programs["feed"] = jit(feed, (by_row, by_row), (layout, placed))
-        return programs
+
+
+def _programs_by_layer(compiler: _StepCompiler, piece: int) -> dict[str, Program]:
+    """Returns "prefill" and "feed" as programs of one layer, for each kind of layer, with the
+    programs of what comes before and after the layers."""
+    by_row, placed = compiler.by_row, compiler.placed()
     # Arguments stay on the devices from program to program: what all layers need is embedded too.
-    embed_step = partial(_with_inputs_by_layer, partial(embed_prompts, piece=piece))
-    programs["embed"] = jit(embed_step, by_row, placed, donated=())
-    embed_step = partial(_with_inputs_by_layer, embed_context)
-    programs["embed context"] = jit(embed_step, by_row, placed, donated=())
-    # of keys that layers leave for others: [R, T, K, A] of prompts, [R, K, T, A] in caches
-    of_prompts = NamedSharding(model.role.mesh, PartitionSpec(model.role.row_axes, None, "tensor"))
-    of_caches = NamedSharding(model.role.mesh, PartitionSpec(model.role.row_axes, "tensor"))
-    layers = model.architecture.marked_layers
-    for number, (layer, is_read) in enumerate(_programs_of_layers(model.architecture)):
-        cache = layout.caches[layers.index((layer, is_read))]
-        jit_layer = partial(jit, specs=by_row, donated=("x", "cache"), queued=False)
-        of_layer = {"layer": layer, "records_experts": records_experts, "is_read": is_read}
-        programs[_of_kind("prefill", number)] = jit_layer(
+    of_prompts = partial(_with_inputs_by_layer, partial(embed_prompts, piece=piece))
+    of_context = partial(_with_inputs_by_layer, embed_context)
+    programs = {
+        "embed": compiler.step(of_prompts, by_row, placed, donated=()),
+        "embed context": compiler.step(of_context, by_row, placed, donated=()),
+    }
+    architecture = compiler.model.architecture
+    for number, (layer, is_read) in enumerate(_programs_of_layers(architecture)):
+        cache = compiler.layout.caches[architecture.marked_layers.index((layer, is_read))]
+        compile_layer = partial(compiler.step, specs=by_row, donated=("x", "cache"), queued=False)
+        of_layer = {
+            "layer": layer,
+            "records_experts": compiler.choice.records_experts,
+            "is_read": is_read,
+        }
+        # Keys that a layer leaves for others are [R, T, K, A] of prompts, [R, K, T, A] in caches.
+        programs[_of_kind("prefill", number)] = compile_layer(
             partial(_prefill_layer, piece=piece, **of_layer),
-            shardings=ComputedLayer(placed, cache, placed, of_prompts),
+            shardings=ComputedLayer(placed, cache, placed, compiler.placed(None, "tensor")),
         )
-        programs[_of_kind("feed", number)] = jit_layer(
+        programs[_of_kind("feed", number)] = compile_layer(
             partial(_feed_layer, **of_layer),
-            shardings=ComputedLayer(placed, cache, placed, of_caches),
+            shardings=ComputedLayer(placed, cache, placed, compiler.placed("tensor")),
         )
-    without_caches = replace(layout, caches=())
-    programs["enter"] = jit_sampling("enter", _enter_prompts, layout=without_caches)
+    without_caches = replace(compiler, layout=replace(compiler.layout, caches=()))
+    programs["begin"] = without_caches.sampling_step("begin", _after_layers)
     return programs
 
 
@@ -329,7 +366,7 @@ def _prefill_one_by_one(
     )
     x, caches, experts = _run_layers(model, programs, "prefill", parameters, state, embedded)
     # This program needs neither the layers nor the caches.
-    state, sampled = programs["enter"](
+    state, sampled = programs["begin"](
         replace(parameters, blocks=()),
         state=replace(state, caches=()),
         x=x,
@@ -535,9 +572,9 @@ def _prefill(
     piece: int,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Enters prompts tokens[R, T] of length[R] into rows of their replica: writes what they leave
-    to the caches, and samples the first token of up to W completions of each. If T is more than
-    `piece`, the prompts are computed in pieces of that many tokens, and T is a multiple of it.
+    """Computes prompts tokens[R, T] of length[R], which get rows of their replica: writes what they
+    leave to the caches, and samples the first token of up to W completions of each. If T is more
+    than `piece`, the prompts are computed in pieces of that many tokens, and T is a multiple of it.
     Returns (state, sampled tokens)."""
     embedded = embed_prompts(
         _tables(parameters),
@@ -552,7 +589,7 @@ def _prefill(
     caches = []
     for cache, of_layer in zip(state.caches, aux, strict=True):
         caches.append(cache.write_prompts(of_layer.cache, new_rows.rows, length, model.role))
-    state, sampled = _enter_prompts(
+    state, sampled = _after_layers(
         parameters,
         state=replace(state, caches=tuple(caches)),
         x=x,
@@ -664,7 +701,7 @@ def _prefill_layer(
     return ComputedLayer(x, cache, experts, aux.keys if is_read else None)
 
 
-def _enter_prompts(
+def _after_layers(
     parameters: Params,
     *,
     state: DecodeState,
@@ -679,7 +716,7 @@ def _enter_prompts(
     # Only the prompt's last state goes through the head: [R, V] logits, not [R, T, V].
     last = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0]  # [R, D]
     last = layer_norm(model, last, parameters.final_norm)
-    return _enter(parameters, state, new_rows, length, last, model, choice)
+    return _sample_first_tokens(parameters, state, new_rows, length, last, model, choice)
 
 
 def piece_size(model: Model, longest: int) -> int:
@@ -796,10 +833,10 @@ def _join(
     # token's attention would gather rows of keys, which XLA for TPU makes a loop over them.
     caches = tuple(cache.copy_prompts(sources, new_rows.rows) for cache in state.caches)
     state = replace(state, caches=caches)
-    return _enter(parameters, state, new_rows, length, last, model, choice)
+    return _sample_first_tokens(parameters, state, new_rows, length, last, model, choice)
 
 
-def _enter(
+def _sample_first_tokens(
     parameters: Params,
     state: DecodeState,
     new_rows: NewRows,

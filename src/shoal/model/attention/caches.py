@@ -124,6 +124,14 @@ class Cache(ABC):
         """The arrays that each slot has for its completion."""
 
     @abstractmethod
+    def shares_read(
+        self, prompt_tokens: float, own_tokens: float, num_slots: int
+    ) -> tuple[float, float]:
+        """Returns the shares of `of_prompts` and of `of_slots` that a step of decoding reads, in
+        which `num_slots` slots, all of them, are after prompts of `prompt_tokens` tokens and have
+        `own_tokens` tokens of their own."""
+
+    @abstractmethod
     def axes(self) -> Self:
         """Returns the logical axes of the arrays in the same tree: a tuple for each array. Rows
         come first, also of a pool of pages, and key or value heads are split."""
@@ -178,6 +186,11 @@ class NoCache(Cache):
     def of_slots(self) -> tuple[()]:
         return ()
 
+    def shares_read(
+        self, prompt_tokens: float, own_tokens: float, num_slots: int
+    ) -> tuple[float, float]:
+        return 0.0, 0.0
+
     def axes(self) -> Self:
         return self
 
@@ -212,6 +225,12 @@ class StateCache(Cache):
     @property
     def of_slots(self) -> tuple[Any, ...]:
         return self.own_state, self.own_tail
+
+    def shares_read(
+        self, prompt_tokens: float, own_tokens: float, num_slots: int
+    ) -> tuple[float, float]:
+        # The state after a prompt was copied to its completions.
+        return 0.0, 1.0
 
     def axes(self) -> Self:
         return replace(
@@ -386,6 +405,14 @@ class KeyCache(SlotKeys):
 
     parts: int = field(default=1, metadata={"static": True})
 
+    def shares_read(
+        self, prompt_tokens: float, own_tokens: float, num_slots: int
+    ) -> tuple[float, float]:
+        # [.., heads x parts, tokens / parts, A]
+        num_prompt = self.prefix_k.shape[-2] * self.parts
+        num_own = self.own_k.shape[-2] * self.parts
+        return prompt_tokens / num_prompt, own_tokens / num_own
+
     def own_index(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
         if part is None:
             return position
@@ -433,6 +460,14 @@ class KeyCache(SlotKeys):
 class RingCache(SlotKeys):
     """Keys and values of the last tokens, as a layer with a window reads them (`ring_size`).
     Position p is at index p % Tp of a prompt, p % T of a completion."""
+
+    def shares_read(
+        self, prompt_tokens: float, own_tokens: float, num_slots: int
+    ) -> tuple[float, float]:
+        # It may have room for fewer tokens, and is then read as a whole.
+        of_prompts = prompt_tokens / self.prefix_k.shape[-2]
+        of_slots = own_tokens / self.own_k.shape[-2]
+        return min(1.0, of_prompts), min(1.0, of_slots)
 
     def own_index(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
         return position % self.own_k.shape[-2]
@@ -528,6 +563,13 @@ class PagedCache(Cache):
     @property
     def of_slots(self) -> tuple[Any, ...]:
         return (self.own_kv,)
+
+    def shares_read(
+        self, prompt_tokens: float, own_tokens: float, num_slots: int
+    ) -> tuple[float, float]:
+        num_pages, _, page_tokens, _ = self.own_kv.shape
+        of_one_slot = num_pages * page_tokens / num_slots  # a slot's share of the pool
+        return prompt_tokens / self.prefix_kv.shape[2], own_tokens / of_one_slot
 
     def axes(self) -> Self:
         return jax.tree.map(partial(_axes, heads_from_end=3), self)

@@ -391,6 +391,44 @@ def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
         assert page.locator("h1").inner_text() == "sweep/0"
 
 
+def test_a_note_and_tags_are_written_and_runs_are_found_by_them(page, tmp_path):
+    for name in ("one", "two", "three"):
+        write_run(tmp_path / name, 1)
+    with viewed(tmp_path, page=page) as address:
+        page.goto(f"{address}#/run?run=one")
+        settle(page, "Add a note or tags")
+        page.get_by_role("button", name="Add a note or tags").click()
+        page.get_by_label("Note").fill("<b>the first</b>\nof three")
+        page.get_by_label("Tags").fill("baseline, warm-up")
+        page.get_by_role("button", name="Save").click()
+        settle(page, "Edit note and tags")
+        assert page.locator(".note").inner_text() == "<b>the first</b>\nof three"
+        stored = {"notes": "<b>the first</b>\nof three", "tags": ["baseline", "warm-up"]}
+        assert json.loads((tmp_path / "one/notes.json").read_text()) == stored
+        # Somebody else writes meanwhile: the text stays in the form, with the reason.
+        page.get_by_role("button", name="Edit note and tags").click()
+        (tmp_path / "one/notes.json").write_text('{"notes": "theirs", "tags": ["baseline"]}')
+        page.get_by_label("Note").fill("mine")
+        page.said.clear()
+        page.get_by_role("button", name="Save").click()
+        page.locator(".noteForm [role=alert]", has_text="somebody has changed").wait_for()
+        assert "400" in page.said.pop()  # Chromium's own line on the answer
+        assert page.get_by_label("Note").input_value() == "mine"
+        page.get_by_role("button", name="Cancel").click()
+        page.locator(".note", has_text="theirs").wait_for()  # the page has read it meanwhile
+        page.get_by_role("link", name="baseline").click()
+        settle(page, "theirs")
+        names = page.locator("table.home .name > a")
+        assert names.all_inner_texts() == ["one"] and "find=tag%3Dbaseline" in page.url
+        page.get_by_label("Search runs").fill("THEIRS base")
+        assert names.all_inner_texts() == ["one"]
+        page.get_by_label("Search runs").fill("tag=base")
+        settle(page, "No run has all these words")
+        page.get_by_role("link", name="All runs").click()
+        assert sorted(names.all_inner_texts()) == ["one", "three", "two"]
+        assert page.get_by_label("Search runs").input_value() == ""
+
+
 def ended_process() -> int:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()

@@ -13,6 +13,7 @@ from shoal.report.console import Console
 from shoal.runs.compare import Comparison, SettingDifference, act_on_steps, compare
 from shoal.runs.layout import find_run
 from shoal.runs.lines import json_ready
+from shoal.runs.notes import RunNotes
 from shoal.runs.reader import StoredRun, short_name
 from shoal.runs.summary import version_text
 from shoal.text import count, figure
@@ -30,14 +31,14 @@ def diff(config: DiffConfig, console: Console | None = None) -> dict[str, Any]:
         run = StoredRun(find_run(config.run))
         other = StoredRun(find_run(config.other))
         comparison = compare(run, other)
-        _report(comparison, console)
+        _report(comparison, [run.notes(), other.notes()], console)
     return comparison.to_dict()
 
 
-def _report(comparison: Comparison, console: Console) -> None:
-    """Prints a comparison: what was compared and what could not be, the settings that differ, the
-    first metrics, group and evaluation that differ (each only if one does), and last the sentence
-    on the likely cause."""
+def _report(comparison: Comparison, notes: Sequence[RunNotes], console: Console) -> None:
+    """Prints a comparison: the `notes` of both runs, what was compared and what could not be, the
+    settings that differ, the first metrics, group and evaluation that differ (each only if one
+    does), and last the sentence on the likely cause."""
     runs = [Path(comparison.run), Path(comparison.other)]
     names = [short_name(run, runs) for run in runs]
 
@@ -50,6 +51,9 @@ def _report(comparison: Comparison, console: Console) -> None:
 
     steps = comparison.steps_compared or "none"
     console.heading(f"{comparison.run} and {comparison.other}, steps {steps}")
+    for name, of_run in zip(names, notes, strict=True):
+        if of_run.text:
+            console.note(f"{name}: {of_run.text}")
     steps_of_run, steps_of_other = comparison.num_steps
     if steps_of_run != steps_of_other:
         console.note(

@@ -8,6 +8,7 @@
     groups/step_000012.parquet     group_files(), groups(step)
     checkpoints/12                 checkpoints(), checkpoint_records()
     summary.json                   summary()
+    notes.json                     notes()
 
 A command reads strictly: a damaged file raises ShoalError. The page reads leniently, because its
 runs may be unfinished, damaged or hostile: a file that cannot be read becomes one line in
@@ -69,11 +70,13 @@ from shoal.runs.lines import (
     reason,
     rounded,
 )
+from shoal.runs.notes import NOTES, RunNotes
 from shoal.runs.summary import summary_rows
 from shoal.text import count, ranges
 
 # Bounds on what is read of a run that may be hostile.
 MAX_CONFIG_BYTES, MAX_SUMMARY_BYTES, MAX_EVENT_BYTES = 128 << 10, 4 << 20, 8 << 20
+MAX_NOTES_BYTES = 256 << 10
 MAX_PROBLEMS, MAX_PARTS = 100, 50
 
 
@@ -273,6 +276,19 @@ class StoredRun:
         except ValueError as error:
             self.add_problem(SUMMARY, f"is damaged ({reason(error)})")
             return None
+
+    def notes(self) -> RunNotes:
+        """Returns the note and the tags that people wrote about the run; empty ones if there are
+        none. If the file is damaged: empty ones and a problem of the run; with strict reading
+        ShoalError."""
+        text = self.text(NOTES, MAX_NOTES_BYTES)
+        if not text.strip():
+            return RunNotes()
+        try:
+            return RunNotes.parse(bounded_json(text))
+        except ValueError as error:
+            self.add_problem(NOTES, f"is damaged ({reason(error)})")
+            return RunNotes()
 
     @property
     def process_has_ended(self) -> bool:

@@ -157,6 +157,17 @@ class Result(Mapping[str, Any]):
         return self._run.groups(step)
 
     @property
+    def notes(self) -> str:
+        """The note that people wrote about the run on the page of `shoal view`, or "". Read at each
+        call, like `tags`; ShoalError if the file is damaged."""
+        return self._run.notes().notes
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags that people gave the run, or ()."""
+        return self._run.notes().tags
+
+    @property
     def before(self) -> dict[str, Mapping[str, Any]]:
         """Data set -> figures of the evaluation before the first step; {} if there is none."""
         return dict(self._evaluations.before_after(self._summary)[0])

@@ -11,6 +11,8 @@ checkpoints/                             written by the trainer
 pass_rates.jsonl                         a line a prompt: how often its completions passed
 log.txt                                  the lines that were printed, for people; nothing reads it
 summary.json                             written at the end
+notes.json                               what people write about the run; not written here, see
+                                         runs/notes.py
 worker_proof.json                        what Ray's workers must sample of known weights, see
                                          rollout/worker_facts.py
 .lock                                    held while a process works here

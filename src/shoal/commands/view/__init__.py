@@ -7,7 +7,8 @@
                                                            completions  the table of completions
                                                            lint      what looks wrong
 
-It only reads runs. A run may write while it is read; no lock is taken."""
+It only reads runs, apart from the note and tags that people write about one (`runs/notes.py`). A
+run may write while it is read; no lock is taken."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def view(config: ViewConfig, console: Console | None = None) -> dict[str, Any]:
         from shoal.commands.view.views import Viewer
 
         token = secrets.token_urlsafe(16) if config.token == "auto" else config.token
-        require_token(config.host, token, "read the runs", 8700)
+        require_token(config.host, token, "read the runs and write notes", 8700)
         if config.groups:
             raise ShoalError(
                 "groups: it chooses what a file contains; name the file with to=page.html"

@@ -36,6 +36,7 @@ MODULES = (
     "plot.js",
     "charts.js",
     "lint.js",
+    "notes.js",
     "home.js",
     "compare.js",
     "run.js",

@@ -2,7 +2,9 @@
 
 A request is answered only if its Host is this machine's name, or if it carries the token; a page of
 another site whose name resolves to 127.0.0.1 sends its own name as Host. If a request has an
-Origin, it must be this server. Paths are names in a table, never paths of files."""
+Origin, it must be this server. Paths are names in a table, never paths of files. One request
+writes: the note and tags of a run (`POST /api/notes`), as JSON, which a form of another site cannot
+send."""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from shoal.commands.view.completions import FORMATS
 from shoal.commands.view.views import Viewer
 from shoal.records import ShoalError
-from shoal.runs.lines import bounded_line, json_ready
+from shoal.runs.lines import bounded_json, bounded_line, json_ready
 from shoal.serve.server import cross_site_refusal
 
 POLICY = (
@@ -49,6 +51,8 @@ KINDS = {
 }
 """Endings of the page's files -> their media types."""
 MAX_URL = 16_384
+NOTES_PATH, MAX_NOTES_BODY = "/api/notes", 256 << 10
+"""The one address that is written to, and the most bytes that it takes."""
 
 
 def page_files() -> dict[str, bytes]:
@@ -95,6 +99,25 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         kind = request.query_params.get("format", "csv")
         return StreamingResponse(map(_encoded, pieces), media_type=FORMATS[kind])
 
+    async def notes(request: Request) -> Response:
+        """Writes a note and tags to a run's folder, and answers with them, or with an error of
+        status 400 in one line."""
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            return _json({"error": "notes are sent as application/json"}, 415)
+        body = b""
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MAX_NOTES_BODY:
+                return _json({"error": "the note is too long"}, 413)
+        try:
+            record = bounded_json(body)
+            if not isinstance(record, dict):
+                raise ValueError("it is no JSON object")
+            saved = await run_in_threadpool(viewer.save_notes, record)
+        except (ShoalError, ValueError) as error:
+            return _json({"error": " ".join(str(error).split())}, 400)
+        return _json(saved)
+
     async def nothing(request: Request, error: Exception) -> Response:
         return _json({"error": "there is no such page"}, 404)
 
@@ -111,6 +134,7 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
             Route("/", page),
             Route("/static/{name}", static),
             Route("/api/export", export),
+            Route(NOTES_PATH, notes, methods=["POST"]),
             Route("/api/{view}", view),
         ],
         exception_handlers={404: nothing, Exception: fault},
@@ -177,11 +201,12 @@ class Guard:
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
         """Returns (HTTP status, reason) if a request must be refused, else None. Refused are all
-        methods but GET and HEAD, addresses that are too long, requests of other sites and machines
-        (`cross_site_refusal`), and, if there is a token, requests for records without it in the
-        header x-shoal-token."""
-        if request.method not in ("GET", "HEAD"):
-            return 405, "this page only reads: GET is the one method"
+        methods but GET and HEAD (and POST of notes), addresses that are too long, requests of other
+        sites and machines (`cross_site_refusal`), and, if there is a token, requests for records
+        without it in the header x-shoal-token."""
+        writes_notes = request.method == "POST" and request.url.path == NOTES_PATH
+        if request.method not in ("GET", "HEAD") and not writes_notes:
+            return 405, "this page only reads, and writes nothing but notes: GET is the method"
         if len(request.scope.get("raw_path") or b"") + len(request.scope["query_string"]) > MAX_URL:
             return 414, "the address is too long"
         refused = cross_site_refusal(request.headers, bool(self._token))

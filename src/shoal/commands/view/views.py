@@ -38,7 +38,8 @@ from shoal.files import check_local
 from shoal.records import ShoalError
 from shoal.runs.group_table import COLUMNS, COMPLETION_COLUMNS, Database, GroupTable
 from shoal.runs.layout import CONFIG, DECIDED, LAST, RECIPE, SUMMARY, is_run
-from shoal.runs.lines import EvaluationLine, EventLine
+from shoal.runs.lines import EvaluationLine, EventLine, reason
+from shoal.runs.notes import NOTES, RunNotes, write_notes
 from shoal.runs.reader import Evaluations, LineReader, StoredRun, open_runs
 from shoal.tasks.task import ROWS
 from shoal.text import did_you_mean
@@ -143,6 +144,16 @@ class OpenRun:
         return self._stored(EventLine.FILE, self.run.events)
 
     @property
+    def notes(self) -> RunNotes:
+        """Returns the note and the tags that people wrote about the run."""
+        return self._stored(NOTES, self.run.notes)
+
+    @property
+    def notes_written(self) -> str:
+        """Returns a text that changes whenever the run's notes are written."""
+        return str(self._written(NOTES))
+
+    @property
     def recipe(self) -> dict[str, Any] | None:
         """Returns the band of the recipe that the run follows (`recipe_band`)."""
         return self._stored(RECIPE, lambda: recipe_band(self.run))
@@ -182,6 +193,7 @@ class Viewer:
         self._end, self._wake = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._lint_lock = threading.Lock()
+        self._notes_lock = threading.Lock()
         self._asked_last = self._looked_last = time.monotonic()
 
     @property
@@ -330,6 +342,50 @@ class Viewer:
             opened.index, query.text("filter", 2000), hits, query.text("format") or "csv"
         )
 
+    def save_notes(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Writes a note and tags to a run's folder, and returns them as they are stored.
+
+        request: `run`, the run's name; `notes` and `tags`; `before`, the `notes` and `tags` that
+            the page showed when somebody began to edit them
+
+        ShoalError for an unknown run or notes that are not allowed, and if the run is in a bucket,
+        its folder cannot be written, its file of notes is damaged or a link that leads out of the
+        run, or somebody else has changed the notes since."""
+        name = str(request.get("run", ""))
+        if name not in self.runs:
+            raise ShoalError(f"there is no run {name[:80]!r} here")
+        opened = self.runs[name]
+        try:
+            notes = RunNotes.parse(request)
+            before = RunNotes.parse(request.get("before"))
+        except ValueError as error:
+            raise ShoalError(f"the note was not saved: {error}") from error
+        if area_of(opened.run.path):
+            raise ShoalError(
+                f"the note was not saved: {name} is in a bucket, and this is a copy; write it to "
+                f"{address(opened.run.path)}/{NOTES} yourself"
+            )
+        with self._notes_lock:
+            stored = StoredRun(opened.run.path, lenient=True)
+            stored_notes = stored.notes()
+            # A damaged file, which somebody may have edited by hand, is not replaced.
+            if stored.problems:
+                raise ShoalError(f"the note was not saved: {', '.join(stored.problems.values())}")
+            if stored_notes != before:
+                raise ShoalError(
+                    "the note was not saved: somebody has changed the note or the tags since you "
+                    "began; copy your text, and reload the page"
+                )
+            try:
+                write_notes(opened.run.root, notes)
+            except ShoalError as error:
+                why = reason(error.__cause__ or error)
+                raise ShoalError(
+                    f"the note was not saved: {opened.run.where} cannot be written ({why})"
+                ) from error
+            opened.run.problems.pop(NOTES, None)
+        return notes.record()
+
     def _await_groups(self, opened: OpenRun, view: str) -> None:
         """Marks a run as opened, so that its groups are read. If that is new, or if the view is one
         of NEED_GROUPS, waits up to GROUP_SECONDS until all groups were read; the overview never
@@ -404,8 +460,8 @@ class Query:
 
 def _runs(viewer: Viewer, query: Query) -> dict[str, Any]:
     """Returns the record that the page polls: for each run how far it is, and the revisions of its
-    curves and groups, which change when the run writes; `notice`; and `home`, True if the page
-    begins with the list of runs. The query is not read."""
+    curves, groups and notes, which change when these are written; `notice`; and `home`, True if the
+    page begins with the list of runs. The query is not read."""
     runs = []
     for name, opened in viewer.runs.items():
         runs.append(
@@ -418,14 +474,16 @@ def _runs(viewer: Viewer, query: Query) -> dict[str, Any]:
                 "index": opened.index.revision,
                 "waiting": opened.index.waiting,
                 "measured": opened.index.is_measured,
+                "notes_written": opened.notes_written,
             }
         )
     return {"notice": viewer.notice, "home": viewer.has_home, "runs": runs}
 
 
 def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
-    """Returns the record of the list of runs: `rows`, the newest first, each with the settings that
-    distinguish the run from the others (`chips`: pairs of key and value). The query is not read."""
+    """Returns the record of the list of runs: `rows`, the newest first, each with the run's notes
+    and tags, and the settings that distinguish it from the others (`chips`: pairs of key and
+    value). The query is not read."""
     runs = viewer.runs
     settings = [opened.settings for opened in runs.values()]
     decided = [opened.decided_keys for opened in runs.values()]
@@ -438,6 +496,7 @@ def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
             "progress": opened.progress,
             "chips": own,
         }
+        row |= opened.notes.record()
         rows.append(row | opened.home_row)
     rows.sort(key=lambda row: -row["began"])
     return {"rows": rows}
@@ -461,11 +520,13 @@ def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     """Returns the record of the Run view: verdict, table, topics of metrics, events, settings and
-    more (`overview`), with `progress`, the band of its `recipe`, and the number of groups files
-    that are `waiting` to be read. All but these are cached until something has changed."""
+    more (`overview`), with `progress`, the band of its `recipe`, `notes` and `tags`, and the number
+    of groups files that are `waiting` to be read. All but these are cached until something has
+    changed."""
     progress = opened.progress
     events = opened.events
     recipe = opened.recipe
+    notes = opened.notes
     revision = (
         opened.curves.revision,
         len(opened.evaluations.lines),
@@ -486,7 +547,8 @@ def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
         )
 
     record = opened.kept("overview", revision, make)
-    return record | {"progress": progress, "recipe": recipe, "waiting": opened.index.waiting}
+    record |= {"progress": progress, "recipe": recipe, "waiting": opened.index.waiting}
+    return record | notes.record()
 
 
 def _curves(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:

@@ -23,11 +23,19 @@ export async function load(view, parameters = {}, signal = undefined) {
   return answer.json();
 }
 
+/** Sends a record to the server, which writes it, and gives back what it stored; throws an Error with one line. */
+export async function send(view, record) {
+  const answer = await ask(view, {}, undefined, { method: "POST", body: JSON.stringify(record) });
+  return answer.json();
+}
+
 /** The server's answer; throws an Error with one line for the reader where it is none. */
-async function ask(view, parameters, signal) {
+async function ask(view, parameters, signal, options = {}) {
+  const headers = options.body ? { "content-type": "application/json" } : {};
+  if (token) headers["x-shoal-token"] = token;
   let answer;
   try {
-    answer = await fetch(`/api/${view}?${queryOf(parameters)}`, { signal, headers: token ? { "x-shoal-token": token } : {} });
+    answer = await fetch(`/api/${view}?${queryOf(parameters)}`, { signal, headers, ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Error("The server does not answer: is `shoal view` still running?");

@@ -1,9 +1,10 @@
 // The list of runs, the newest first, each as it stands now; two or three that are chosen are compared.
 
-import { addressOf, goTo } from "./address.js";
+import { addressOf, change, goTo, here } from "./address.js";
 import { sparkline } from "./charts.js";
 import { load } from "./data.js";
-import { asText, changeMark, count, duration, el, minus, num, percent, points, replace } from "./dom.js";
+import { asText, changeMark, count, duration, el, minus, num, percent, points, replace, stateBox } from "./dom.js";
+import { isFound, tagList } from "./notes.js";
 import { textNodes } from "./text.js";
 
 const MOST_COMPARED = 3, MOST_CHIPS = 4;
@@ -14,25 +15,40 @@ export async function showHome(node, parameters, context) {
     goTo("run", { runs: [...view.chosen].join(",") }) } });
   view.body = el("tbody");
   view.notice = el("p", { class: "notice" });
+  view.none = el("div");
+  view.search = el("input", { type: "search", id: "search", "aria-label": "Search runs", value: parameters.find ?? "",
+    placeholder: "name, tag=NAME, note, setting", on: { input: (event) => {
+      change({ find: event.target.value }, { quietly: true });
+      drawRows(view);
+    } } });
   const read = async () => {
-    drawRows(view, (await load("home")).rows);
+    view.records = (await load("home")).rows;
+    drawRows(view);
     view.notice.textContent = context.notice;
     view.notice.hidden = !context.notice;
     drawChoice(view);
   };
   await read();
-  replace(node, el("div", { class: "controls homeHead" }, el("h1", { text: "Runs" }), view.compare),
+  replace(node, el("div", { class: "controls homeHead" }, el("h1", { text: "Runs" }), view.search, view.compare),
     view.notice,
     el("table", { class: "home" }, el("thead", {}, el("tr", {}, ["compare", "run", "progress", "curve", "before → after",
       "settings that differ"].map((text, place) => el("th", { scope: "col" }, place ? text
-      : el("span", { class: "hidden", text }))))), view.body));
-  return { update: read, keys: {} };
+      : el("span", { class: "hidden", text }))))), view.body), view.none);
+  const moved = ({ find = "" }) => {
+    view.search.value = find;
+    drawRows(view);
+    return true;
+  };
+  return { update: read, moved, keys: {} };
 }
 
-/** Rows that say what they said stay as they are: a live run redraws none but its own. */
-function drawRows(view, records) {
-  const focused = document.activeElement;
-  const rows = records.map((record) => {
+/** The runs that are found. Rows that say what they said stay as they are: a live run redraws none but its own. */
+function drawRows(view) {
+  const focused = document.activeElement, { find = "" } = here().parameters;
+  const found = view.records.filter((record) => isFound(record, find));
+  const none = view.records.length && !found.length;
+  replace(view.none, none ? stateBox("empty", "No run has all these words in its name, tags, note or settings.") : null);
+  const rows = found.map((record) => {
     const text = JSON.stringify(record), held = view.rows.get(record.name);
     if (held?.text === text) return held.row;
     const row = homeRow(view, record);
@@ -59,6 +75,7 @@ function homeRow(view, record) {
   return el("tr", {}, el("td", {}, view.boxes.get(name)),
     el("td", { class: "name" }, el("a", { href: addressOf("run", { run: name }), dir: "auto" },
       cut ? el("span", { class: "folder", text: name.slice(0, cut) }) : null, name.slice(cut)), el("div", { class: "faint", text: began }),
+    tagList(record.tags, true), record.notes ? el("div", { class: "noteLine", dir: "auto", text: record.notes }) : null,
     ["bad", "warning"].includes(level) ? el("div", { class: level === "bad" ? "down" : "faint", text: minus(text) }) : null),
     el("td", { class: "progress" }, progressOf(record.progress), steps && state !== "finished" ? el("progress", { max: steps,
       value: step, "aria-label": `step ${step} of ${steps}` }) : null,

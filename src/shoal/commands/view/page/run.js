@@ -8,6 +8,7 @@ import { isFile, load } from "./data.js";
 import { asText, card, changeMark, coded, count, duration, el, minus, num, replace, stateBox, table, tableCard } from "./dom.js";
 import { progressOf } from "./home.js";
 import { exampleLink, findingsIn, readFindings } from "./lint.js";
+import { Notes, tagList } from "./notes.js";
 import { textNodes } from "./text.js";
 
 const MOST_OVERLAID = 3;
@@ -127,6 +128,7 @@ function drawRun(view, parameters) {
   const { node, records } = view, several = view.names.length > 1;
   view.parts = { status: el("div", { class: "cards" }), facts: el("div"), controls: el("div"), main: el("div", { class: "charts main" }),
     topics: el("div"), settings: el("div"), count: el("span"), findings: el("div"), questions: el("div"), verdict: el("div") };
+  view.notes = several ? null : new Notes(records[0], view.context.home);
   drawVerdict(view);
   drawStatus(view);
   drawFacts(view);
@@ -136,7 +138,7 @@ function drawRun(view, parameters) {
   const warning = view.comparison?.warning;
   replace(node, el("div", { class: "controls" }, el("h1", { text: view.names.join(" and ") }), several
     ? el("a", { href: addressOf("home", { runs: view.names.join(",") }), text: "choose other runs" }) : null),
-    records.flatMap((record) => record.problems.map((text) => el("p", { class: "notice", text }))),
+    view.notes?.node, records.flatMap((record) => record.problems.map((text) => el("p", { class: "notice", text }))),
     warning ? el("p", { class: "notice", role: "note", text: warning }) : null,
     view.parts.verdict, view.parts.status, several ? view.parts.facts : null, view.parts.controls, view.parts.main,
     view.parts.findings, view.parts.questions, several ? null : view.parts.facts,
@@ -162,7 +164,8 @@ function drawStatus(view) {
     return el("div", { class: "card status" },
       el("div", {}, view.names.length > 1 ? [el("span", { class: "swatch", "data-series": (place % 3) + 1 }),
         el("strong", { dir: "auto", text: record.name }), " "] : null, progressOf(record.progress)),
-      bar, el("div", { class: "faint", text: facts.join("  ·  ") }));
+      bar, el("div", { class: "faint", text: facts.join("  ·  ") }), view.notes ? null
+        : [tagList(record.tags, view.context.home), record.notes ? el("p", { class: "note", dir: "auto", text: record.notes }) : null]);
   }));
 }
 
@@ -309,6 +312,7 @@ function updateCharts(view, parameters) {
 
 async function updateRun(view, parameters) {
   await readRuns(view, parameters);
+  view.notes?.update(view.records[0]);
   drawVerdict(view);
   drawStatus(view);
   drawFacts(view);

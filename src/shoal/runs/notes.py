@@ -1,0 +1,86 @@
+"""What people write about a run, a note and tags, in `notes.json` in the run's folder:
+
+    {"notes": "warm-up of 1 step, like the paper", "tags": ["baseline", "warm-up"]}
+
+The fields are those of Weights & Biases. A run itself neither reads nor writes the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.files import explain_write_errors
+from shoal.runs.lines import write_atomically
+from shoal.text import one_line, shorten
+
+NOTES = "notes.json"
+
+MAX_NOTE_CHARS, MAX_TAGS, MAX_TAG_CHARS = 20_000, 32, 64
+"""The most characters of a note, tags of a run, and characters of a tag."""
+
+
+@dataclass(frozen=True)
+class RunNotes:
+    """The note on a run, in plain text, and its tags, which are words without spaces and commas.
+    "" and () if nobody wrote any.
+
+    >>> RunNotes.parse({"notes": "as in the paper", "tags": ["baseline"]})
+    RunNotes(notes='as in the paper', tags=('baseline',))
+    """
+
+    notes: str = ""
+    tags: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, record: Any) -> RunNotes:
+        """Makes the notes from the content of `notes.json`. White space around the note is removed,
+        and so are tags that are named twice. ValueError, which says what is wrong, if the record
+        has other types, a tag that is no single word, or more than fits."""
+        if not isinstance(record, Mapping):
+            raise ValueError("expected an object with `notes` and `tags`")
+        notes = record.get("notes", "")
+        tags = record.get("tags", [])
+        if not isinstance(notes, str):
+            raise ValueError("`notes` is no text")
+        if len(notes) > MAX_NOTE_CHARS:
+            raise ValueError(f"the note has more than {MAX_NOTE_CHARS:,} characters")
+        if not isinstance(tags, list):
+            raise ValueError("`tags` is no list")
+        for tag in tags:
+            if not isinstance(tag, str) or not tag or "," in tag or tag.split() != [tag]:
+                raise ValueError(f"the tag {str(tag)[:40]!r} is no single word")
+            if len(tag) > MAX_TAG_CHARS:
+                raise ValueError(
+                    f"the tag {tag[:40]!r}... has more than {MAX_TAG_CHARS} characters"
+                )
+        unique_tags = tuple(dict.fromkeys(tags))
+        if len(unique_tags) > MAX_TAGS:
+            raise ValueError(f"there are more than {MAX_TAGS} tags")
+        return cls(notes.strip(), unique_tags)
+
+    @property
+    def text(self) -> str:
+        """Returns tags and note in one line for the terminal: "[baseline] as in the paper"."""
+        parts = [f"[{tag}]" for tag in self.tags]
+        if self.notes:
+            parts.append(shorten(one_line(self.notes), 160))
+        return " ".join(parts)
+
+    def record(self) -> dict[str, Any]:
+        """Returns the content of `notes.json`."""
+        return {"notes": self.notes, "tags": list(self.tags)}
+
+
+def write_notes(folder: Path, notes: RunNotes) -> None:
+    """Writes `notes.json` to a run's folder atomically, also while the run trains: no lock is
+    taken. Empty notes remove the file. ShoalError if the folder cannot be written."""
+    path = folder / NOTES
+    if notes == RunNotes():
+        with explain_write_errors(path):
+            path.unlink(missing_ok=True)
+        return
+    text = json.dumps(notes.record(), indent=2, ensure_ascii=False)
+    write_atomically(path, [text])

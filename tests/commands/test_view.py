@@ -1389,7 +1389,7 @@ def test_a_copied_run_began_when_its_folders_name_says(tmp_path):
 
 def test_settings_that_cannot_be_served(run):
     with pytest.raises(
-        ShoalError, match="whoever reaches this address could read the runs; set token=auto"
+        ShoalError, match="whoever reaches this address could read the runs and write notes; set"
     ):
         view(ViewConfig((str(run),), host="0.0.0.0"))
     with socket.socket() as taken:

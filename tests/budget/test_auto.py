@@ -266,7 +266,7 @@ def test_logits_of_few_tokens_take_no_more_than_they_are():
 def test_a_device_holds_what_all_of_its_roles_do_and_rays_samplers_have_their_own(kind, parts):
     made = replace(config(0.1, fsdp=4), sampler=SamplerSection(kind=kind))
     a = model_named("llama3.1-8b").architecture
-    budget = weight_budget(made, a, run_roles(made, a, V5P), "bfloat16", None)
+    budget = weight_budget(made, a, run_roles(made, a, V5P), "bfloat16", {})
     assert set(budget.held("trainer", "update")) == parts and "gradient" not in budget.held(
         "trainer", "sampling"
     )
@@ -284,7 +284,7 @@ def test_what_an_adapter_takes_by_hand(staleness, versions):
     )
     a = adapted(LoraSection(rank=16), model_named("qwen3-4b").architecture)
     roles = run_roles(made, a, gpu("h200", 1, 1))
-    budget = weight_budget(made, a, roles, "bfloat16", None)
+    budget = weight_budget(made, a, roles, "bfloat16", {})
     own = 36 * 16 * ((2560 + 4096) + 2 * (2560 + 1024) + (4096 + 2560) + 3 * (2560 + 9728))
     layers = 36 * (2560 * (4096 + 2 * 1024) + 4096 * 2560 + 3 * 2560 * 9728 + 2 * 2560 + 2 * 128)
     assert budget.held("trainer", "update") == {
@@ -303,11 +303,11 @@ def test_what_an_adapter_takes_by_hand(staleness, versions):
     ):
         goes_on = replace(made, model=ModelSection(path=path or "tiny", lora=lora))
         assert (
-            weight_budget(goes_on, a, roles, "bfloat16", None).held("reference")["reference"]
+            weight_budget(goes_on, a, roles, "bfloat16", {}).held("reference")["reference"]
             == 2 * own
         )
         base = replace(goes_on, algorithm=replace(goes_on.algorithm, reference="base"))
-        assert weight_budget(base, a, roles, "bfloat16", None).held("reference")["reference"] == 0
+        assert weight_budget(base, a, roles, "bfloat16", {}).held("reference")["reference"] == 0
 
 
 @pytest.mark.parametrize(
@@ -325,9 +325,9 @@ def test_a_teachers_head_is_held_where_its_logits_are_computed(divergence, mesh,
     a = model_named("llama3.1-8b").architecture
     of_teacher = model_named("qwen2.5-7b").architecture
     roles = run_roles(made, a, V6E)
-    held = weight_budget(made, a, roles, "bfloat16", of_teacher).held("trainer")
+    held = weight_budget(made, a, roles, "bfloat16", {"": of_teacher}).held("trainer")
     assert held.get("the teacher's head") == head
-    needed = teacher_update_bytes(teacher, of_teacher, roles.trainer, "bfloat16", 1000)
+    needed = teacher_update_bytes(teacher, [of_teacher], roles.trainer, "bfloat16", 1000)
     assert (
         needed
         == {
@@ -336,4 +336,4 @@ def test_a_teachers_head_is_held_where_its_logits_are_computed(divergence, mesh,
             "sampled": 0,
         }[divergence]
     )
-    assert teacher_update_bytes(teacher, None, roles.trainer, "bfloat16", 1000) == 0
+    assert teacher_update_bytes(teacher, [], roles.trainer, "bfloat16", 1000) == 0

@@ -94,6 +94,21 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
         ("teacher.beta=1.5", ["teacher.beta=1.5", "from 0 to 1"]),
         ("teacher.beta=0.5", ["teacher.beta=0.5", "teacher.divergence=full"]),
         ("teacher.top_k=0", ["teacher.top_k=0", "1 or more"]),
+        ("teacher.path=a=./x,a=./y", ["teacher.path='a=./x,a=./y'", "a name for each teacher"]),
+        ("teacher.path=a=nowhere,b=tiny", ["teacher.path=nowhere", "no model folder"]),
+        ("teacher.quantise=int8", ["teacher.quantise='int8'", "weights of its own"]),
+        ("teacher.weights=live", ["teacher.weights='live'", "teacher.hint without teacher.path"]),
+        ("teacher.hint=briefly", ["teacher.hint='briefly' names no column", "in braces"]),
+        ("teacher.hint={", ["teacher.hint: '{' stands alone", "braces that are meant"]),
+        ("teacher.hint={prompt}_{solution}", ["teacher.hint names 'solution'", "no column"]),
+        (
+            "teacher.hint={answer}_long teacher.hint_tokens=1",
+            ["teacher.hint makes its prompt longer by", "teacher.hint_tokens is 1: raise it"],
+        ),
+        (
+            "teacher.hint={answer} environment.agent=x.py",
+            ["teacher.hint='{answer}'", "empty with environment.factory, rollout, agent"],
+        ),
         (
             "train.weight_sync_interval=3 train.max_staleness=1",
             ["train.max_staleness=1", "2 or more"],

@@ -238,6 +238,104 @@ def test_the_model_as_its_own_teacher_teaches_nothing(workshop):
     assert abs(row["teacher/divergence"]) < 1e-6 and row["grad_norm"] < 1e-4
 
 
+HINT = "teacher.hint={prompt} The answer is {answer}."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["base-full", "live-full", "live-sampled", "base-topk-lora", "live-full-lora"]
+)
+def test_the_model_with_a_hint_is_its_own_teacher_and_a_resumed_run_is_the_same(
+    workshop, kind, capsys
+):
+    """Base: the first weights, from which nothing moves a run's teacher. The retrained steps of a
+    replay have the same teacher, too."""
+    weights, divergence, *lora = kind.split("-")
+    words = [
+        HINT,
+        f"teacher.weights={weights}",
+        f"teacher.divergence={divergence}",
+        "teacher.hint_tokens=32",
+        "algorithm.advantage=none",
+        "algorithm.num_minibatches=2",
+        "batch.prompts_per_step=4",
+        *PROGRAMS_OF_TWO,
+    ]
+    if lora:
+        words += ["model.lora.rank=2", "optimizer.lr=0.02"]
+    run = workshop.train(f"hinted-{kind}", *words, "steps=6")
+    name = "teacher/kl" if divergence == "sampled" else "teacher/divergence"
+    told = [row[name] for row in metrics(run)]
+    assert np.isfinite(told).all() and told[0] > 1e-3
+    if weights == "base":
+        assert np.mean(told[-2:]) < told[0]
+    cut = f"hinted-{kind}-cut"
+    workshop.train(cut, *words, "steps=3")
+    resumed = workshop.train(cut, *words, "steps=6")
+    assert numbers(resumed) == numbers(run)
+    assert same_bits(parameters_of(resumed, 6), parameters_of(run, 6))
+    shutil.rmtree(resumed / "checkpoints" / "6")
+    capsys.readouterr()
+    assert cli.main(["replay", str(resumed), "step=6", "group=1", "json=true"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["identical"] is True and told["weights"]["updates_retrained"] == 4
+
+
+@pytest.mark.slow
+def test_the_live_model_with_its_own_prompt_as_hint_teaches_nothing(workshop):
+    run = workshop.train(
+        "no-hint",
+        "teacher.hint={prompt}",
+        "teacher.weights=live",
+        "teacher.divergence=full",
+        "algorithm.advantage=none",
+        "steps=1",
+    )
+    [row] = metrics(run)
+    assert abs(row["teacher/divergence"]) < 1e-6 and row["grad_norm"] < 1e-4
+
+
+@pytest.mark.slow
+def test_rows_choose_among_teachers_of_eight_bits(workshop, capsys):
+    """Each teacher is learned from by its rows alone; a doctor tries the step."""
+    paths = {}
+    for name, seed in (("even", 5), ("odd", 6)):
+        folder = workshop.folder / f"teacher-{name}"
+        paths[name] = write_model_with_tokenizer(folder, "qwen3", "chatml", seed=seed)
+    rows = workshop.folder / "named.jsonl"
+    with open(rows, "w") as file:
+        for number in range(8):
+            row = {
+                "prompt": f"{number} + 3 = ?",
+                "answer": str(number + 3),
+                "teacher": ("even", "odd")[number % 2],
+            }
+            file.write(json.dumps(row) + "\n")
+    words = [
+        "task=custom",
+        f"task.path={rows}",
+        f"teacher.path=even={paths['even']},odd={paths['odd']}",
+        "teacher.divergence=full",
+        "algorithm.advantage=none",
+        "batch.prompts_per_step=4",
+        "train.evaluate_every=-1",
+    ]
+    eight = [*words, "teacher.quantise=int8"]
+    assert cli.main(["doctor", *workshop.words("several-tried", *eight)[1:]]) == 0, (
+        capsys.readouterr().out
+    )
+    run = workshop.train("several", *words, "steps=1")
+    in_eight = workshop.train("several-eight", *eight, "steps=1")
+    wide, narrow = (metrics(one)[0]["teacher/divergence"] for one in (run, in_eight))
+    assert narrow != wide and narrow == pytest.approx(wide, rel=0.05)
+    swapped = f"teacher.path=even={paths['odd']},odd={paths['even']}"
+    other = workshop.train("several-swapped", *words, swapped, "steps=1")
+    assert metrics(other)[0]["teacher/divergence"] != wide
+    rows.write_text(rows.read_text().replace("odd", "prime"))
+    assert cli.main(workshop.words("several-wrong", *words)) == cli.USAGE_EXIT_CODE
+    assert "has teacher='prime': with several teachers" in capsys.readouterr().err
+
+
 def test_a_teacher_of_other_tokens_is_refused(workshop, capsys):
     other = write_model_with_tokenizer(workshop.folder / "other", "llama3", "llama3")
     assert cli.main(workshop.words("other", f"teacher.path={other}")) == cli.USAGE_EXIT_CODE

@@ -402,7 +402,7 @@ def test_processes_have_the_same_kernels(tmp_path: Path):
             "world": world,
             "config": config,
             "roles": where,
-            "teacher_source": None,
+            "teacher_sources": {},
             "model": Model(QWEN3, where.trainer, attention=attention),
         }
         open_run(job)

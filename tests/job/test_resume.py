@@ -38,7 +38,7 @@ from tiny_runs import (
 )
 
 from shoal import cli
-from shoal.budget.auto import teacher_architecture
+from shoal.budget.auto import teacher_architectures
 from shoal.chat import template as template_module
 from shoal.chat.tokenizer_files import DATE_FILE
 from shoal.commands.convert import convert
@@ -76,7 +76,7 @@ from shoal.stop import StopRequested
 from shoal.trainer.loop import Run
 from shoal.trainer.prompts import PassRates
 from shoal.trainer.schedule import Schedule
-from shoal.trainer.scorers import find_teacher
+from shoal.trainer.scorers import find_teachers
 from shoal.trainer.step import Learner
 from shoal.trainer.update import Updater
 from shoal.weights import checkpoints as checkpoints_module
@@ -473,21 +473,21 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(
     cut(workshop, "from_adapter", monkeypatch, Updater, "update", 2, *words)
     shutil.rmtree(tmp_path / "adapter")
     workshop.train("from_adapter", f"resume={workshop.runs / 'from_adapter'}")
-    teacher = find_teacher(
+    teacher = find_teachers(
         Config(
             teacher=TeacherSection(path=str(begun)),
             model=ModelSection(path=str(workshop.model), lora=LoraSection(rank=4)),
         ),
         spec,
         None,
-    )
+    )[""]
     assert teacher.architecture.adapter and teacher.architecture.adapter.rank == 2
-    assert teacher_architecture(
+    assert teacher_architectures(
         Config(
             teacher=TeacherSection(path=str(workshop.model)),
             model=ModelSection(path=str(workshop.model), lora=LoraSection(rank=4), quantise="int8"),
         )
-    ) == architecture_of(workshop.model)
+    ) == {"": architecture_of(workshop.model)}
 
 
 @pytest.mark.slow

@@ -47,6 +47,7 @@ from shoal.budget.budget import (
 from shoal.budget.memory import AvailableMemory, bytes_per_device, parameter_count
 from shoal.commands import plan
 from shoal.config.commands import PlanConfig
+from shoal.config.derived import longest_sequence
 from shoal.config.key import build, get_value, keys_of
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.devices import MeshSection
@@ -289,10 +290,26 @@ def test_an_interrupted_plan_says_what_was_compiled(model, monkeypatch, capsys, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("divergence", ["full", "topk"])
-def test_a_plan_has_the_programs_of_a_teachers_distributions(model, planned, divergence):
+@pytest.mark.parametrize(
+    ("divergence", "kind"),
+    [
+        ("full", "path"),
+        ("topk", "path"),
+        ("full", "several"),
+        ("full", "base"),
+        ("full", "live"),
+        ("topk", "live"),
+    ],
+)
+def test_a_plan_has_the_programs_of_a_teachers_distributions(model, planned, divergence, kind):
     """Traced, not compiled: the update takes what the teacher's program returns."""
-    teacher = TeacherSection(model.path, divergence=divergence, top_k=7)
+    kinds: dict[str, Any] = {
+        "path": {"path": model.path},
+        "several": {"path": f"a={model.path},b={model.path}", "quantise": "int8"},
+        "base": {"hint": "{answer}"},
+        "live": {"hint": "{answer}", "weights": "live"},
+    }
+    teacher = TeacherSection(divergence=divergence, top_k=7, **kinds[kind])
     job = planned(
         Config(
             model=model,
@@ -313,6 +330,14 @@ def test_a_plan_has_the_programs_of_a_teachers_distributions(model, planned, div
     assert taken[0].shape[-1] == {"full": SMALL.hidden_size, "topk": 7}[divergence]
     total, _ = update.program.eval_shape(*update.args)
     assert "teacher/divergence" in total.sums
+    held = job_budget(job.job).held("trainer" if kind == "live" else "reference")
+    expected = {"path": ["teacher"], "several": ["teacher a", "teacher b"], "base": ["teacher"]}
+    assert [name for name in held if name.startswith("teacher")] == expected.get(kind, [])
+    of_rows = of_teacher.args[1]
+    assert (of_rows.read_at is None) == (not teacher.hint)
+    longest = longest_sequence(job.config)
+    assert update.args[3].tokens.shape[1] >= longest
+    assert longest == SAMPLING.max_prompt_tokens + SAMPLING.max_completion_tokens + teacher.room
 
 
 def test_a_dry_run_estimates_without_compiling(model, monkeypatch, capsys):

@@ -20,6 +20,7 @@ from shoal.config.choices import ADVANTAGES, POLICY_LOSSES, Advantage, PolicyLos
 from shoal.config.key import keys_of
 from shoal.config.merge import compose
 from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.model import TeacherSection
 from shoal.config.sections.optimizer import BatchSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.train import Config
@@ -44,6 +45,7 @@ from shoal.trainer.loss import batch_logprobs, make_objective
 from shoal.trainer.prompts import PromptStream
 from shoal.trainer.schedule import schedule_of
 from shoal.trainer.step_table import StepTable
+from shoal.trainer.teachers import Teachers
 from shoal.trainer.update import PrecomputedLogprobs, Updater
 
 # ---- truncation
@@ -233,7 +235,8 @@ def test_a_teachers_part_of_the_advantage_by_hand():
         teacher={(0, 0): np.array([-0.5, -4, -3], np.float32)},
     )
     recorded = MetricSet()
-    teacher_bonus = updater(teacher_coef=0.5)._teacher_bonus(made, given, recorded)
+    teachers = Teachers(TeacherSection("teacher", 0.5), {})
+    teacher_bonus = updater(teachers=teachers)._teacher_bonus(made, given, recorded)
     assert teacher_bonus is not None
     np.testing.assert_array_equal(teacher_bonus[0, 0], [0.25, -1.0, 0.0])  # half of teacher - old
     assert recorded.result()["teacher/kl"] == pytest.approx((-0.5 + 2 + 0) / 3)

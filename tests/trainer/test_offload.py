@@ -209,7 +209,7 @@ def test_the_table_of_sizes_has_the_moments_where_they_are(topology, is_apart):
             QWEN3,
             where,
             jnp.bfloat16,
-            None,
+            {},
         )
         for offload in (False, True)
     )

@@ -30,6 +30,7 @@ from shoal.trainer.batch import pack, unpack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.scorers import ParameterScorer
 from shoal.trainer.step import Learner
+from shoal.trainer.teachers import FixedTeacher, Teachers
 from shoal.trainer.update import Updater, UpdateResult, needs_all_groups, num_scorings
 
 ARCHITECTURE = replace(QWEN3, num_layers=1, vocab_size=48)
@@ -246,6 +247,10 @@ def run(
         return jax.device_put(parameters(seed), learner.layout.trainable)
 
     reference = ParameterScorer(learner, put(1)) if a.kl_coef else None
+    teachers = None
+    if teacher:
+        section = TeacherSection("teacher", TEACHER_COEF)
+        teachers = Teachers(section, {"": FixedTeacher(ParameterScorer(learner, put(2)))})
     updater = Updater(
         learner,
         a,
@@ -253,8 +258,7 @@ def run(
         TEMPERATURE,
         0,
         reference,
-        ParameterScorer(learner, put(2)) if teacher else None,
-        TEACHER_COEF,
+        teachers,
         max_tokens=MAX_TOKENS,
     )
     _, outcome = updater.update(learner.init(put(0)), groups(), 0)

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.budget.budget import FULL, Advice, Budget
 from shoal.budget.shapes import computed_tokens, group_rows
-from shoal.config.derived import MICRO_TOKENS, longest_sequence, oldest_samples
+from shoal.config.derived import MICRO_TOKENS, longest_sequence, needs_first_weights, oldest_samples
 from shoal.config.key import build, get_value, keys_of, values_of
 from shoal.config.train import Config
 from shoal.records import ShoalError
@@ -528,7 +528,7 @@ def _other_placements(budget: Budget) -> list[Change]:
                 "mesh.fsdp": -1,
             }
             changes.append(Change(values, cost, _same_batch(budget)))
-    if config.algorithm.scores_reference or config.teacher.path:
+    if needs_first_weights(config) or config.teacher.path:
         for devices, whose in ((sampler, "sampler"), (trainer, "trainer")):
             if set(devices) != set(reference):
                 numbers = ",".join(map(str, devices))

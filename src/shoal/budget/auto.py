@@ -5,7 +5,7 @@ backward pass computes again (`model.remat`)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from shoal.budget.memory import (
     weight_budget,
 )
 from shoal.budget.shapes import completion_rows, computed_tokens, group_rows
-from shoal.config.derived import MICRO_TOKENS, longest_sequence
+from shoal.config.derived import MICRO_TOKENS, longest_sequence, needs_first_weights
 from shoal.config.train import Config
 from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, has_host_memory, make_roles
 from shoal.model.architecture import Architecture
@@ -38,7 +38,7 @@ from shoal.weights.source import (
     known_architecture,
     make_model,
     reward_architectures,
-    section_of,
+    teacher_model,
 )
 
 MOST_MICRO_TOKENS = 2**15
@@ -75,11 +75,9 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
         # The workers' devices are unknown, so the trainer's stand for them.
         config = replace(config, mesh=replace(config.mesh, sampler_tensor=config.mesh.tensor))
     scored = []
-    if config.algorithm.scores_reference:
+    if needs_first_weights(config):
         scored.append(a)
-    teacher = teacher_architecture(config)
-    if teacher:
-        scored.append(teacher)
+    scored.extend(teacher_architectures(config).values())
     scored.extend(reward_architectures(config.reward).values())
     # the largest number that divides the hidden sizes of all models: the reference's devices split
     # that dimension of each
@@ -150,7 +148,7 @@ def open_budget(config: Config, roles: Roles, a: Architecture) -> Budget:
     """Returns the budget of a job's weights alone, without programs, caches and activations, by
     which open settings are decided before the model is made."""
     dtype = compute_dtype(config.model.dtype, roles.trainer.platform)
-    return weight_budget(config, a, roles, dtype, teacher_architecture(config))
+    return weight_budget(config, a, roles, dtype, teacher_architectures(config))
 
 
 def with_update(
@@ -162,9 +160,8 @@ def with_update(
     activations = update_bytes(a, role, dtype, tokens)
     activations += activation_bytes(a, tokens, dtype, remat, role.expert)
     config = weights.config
-    activations += teacher_update_bytes(
-        config.teacher, teacher_architecture(config), role, dtype, tokens
-    )
+    teachers = all_teachers(config, a, teacher_architectures(config))
+    activations += teacher_update_bytes(config.teacher, teachers, role, dtype, tokens)
     update = {"accumulate": StepProgram("trainer")}
     return replace(weights, programs=update, activations=activations).estimated()
 
@@ -203,12 +200,23 @@ def free_cache_bytes(config: Config, roles: Roles, a: Architecture) -> int:
     return max(1, int(free))
 
 
-def teacher_architecture(config: Config) -> Architecture | None:
-    """Returns the teacher's architecture; None without a teacher, or if its sizes would have to be
-    downloaded."""
-    if not config.teacher.path:
-        return None
-    return known_architecture(section_of(config.model, config.teacher.path))
+def teacher_architectures(config: Config) -> dict[str, Architecture]:
+    """Returns the architectures of the teachers that have weights of their own, by name, without
+    those whose sizes would have to be downloaded."""
+    known = {}
+    for name, path in config.teacher.paths.items():
+        architecture = known_architecture(teacher_model(config, path))
+        if architecture:
+            known[name] = architecture
+    return known
+
+
+def all_teachers(
+    config: Config, a: Architecture, own: Mapping[str, Architecture]
+) -> list[Architecture]:
+    """Returns the architectures of all teachers: `own`, those that have weights of their own, or
+    the policy's, `a`, if the model is its own teacher."""
+    return [a] if config.teacher.is_policy else list(own.values())
 
 
 def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:

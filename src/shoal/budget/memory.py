@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from shoal.algorithm.logprobs import CHUNK_ELEMENTS
 from shoal.budget.budget import Budget, Item, RolePlacement
+from shoal.config.derived import needs_first_weights
 from shoal.config.sections.model import TeacherSection
 from shoal.config.train import Config
 from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
@@ -49,15 +50,15 @@ ROLES = ("trainer", "sampler", "reference")
 
 
 def weight_budget(
-    config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None
+    config: Config, a: Architecture, roles: Roles, dtype: Any, teachers: Mapping[str, Architecture]
 ) -> Budget:
     """Returns a `Budget` with the weights of a job alone: what trainer, sampler and reference hold,
     computed from shapes and meshes. Nothing is allocated. Programs, costs and all else have their
-    defaults. `dtype`: the type of the computation. `teacher`: its architecture, or None without a
-    teacher."""
+    defaults. `dtype`: the type of the computation. `teachers`: the architectures of those that have
+    weights of their own, by name."""
     items = trainer_items(config, a, roles, dtype)
     items += sampler_items(config, a, roles, dtype)
-    items += reference_items(config, a, roles, dtype, teacher)
+    items += reference_items(config, a, roles, dtype, teachers)
     return Budget(
         config=config,
         memory=device_memory(roles.trainer.mesh.devices.flat[0]),
@@ -137,13 +138,14 @@ def sampler_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
 
 
 def reference_items(
-    config: Config, a: Architecture, roles: Roles, dtype: Any, teacher: Architecture | None
+    config: Config, a: Architecture, roles: Roles, dtype: Any, teachers: Mapping[str, Architecture]
 ) -> list[Item]:
-    """Returns an item for each model that only scores: the reference of a KL term, a teacher,
-    reward models. The reference's item has 0 bytes if it shares the adapter's frozen base with the
-    trainer. `dtype`: the type of the computation. `teacher`: its architecture, or None."""
+    """Returns an item for each model that only scores: the reference of a KL term, which is also
+    the model at the start as its own teacher, each teacher with weights of its own, reward models.
+    The reference's item has 0 bytes if it shares the adapter's frozen base with the trainer.
+    `dtype`: the type of the computation. `teachers`: architectures by name."""
     items = []
-    if config.algorithm.scores_reference:
+    if needs_first_weights(config):
         frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
         shares_base = frozen and not copied_shapes(frozen, frozen_specs(a), roles.reference, dtype)
         size = 0
@@ -152,13 +154,19 @@ def reference_items(
         if reference_architecture(config, a).adapter:
             # The reference has a copy of the adapter, because the policy's is trained.
             size += bytes_per_device(param_shapes(trained_specs(a), roles.reference, dtype))
-        items.append(Item("reference", "reference", "always", size))
-    if teacher:
+        name = "reference" if config.algorithm.scores_reference else "teacher"
+        items.append(Item(name, "reference", "always", size))
+    for name, teacher in teachers.items():
         size = weight_bytes(teacher, roles.reference, dtype)
-        items.append(Item("teacher", "reference", "always", size))
-        if config.teacher.divergence == "full" and roles.reference != roles.trainer:
+        items.append(Item(f"teacher {name}".strip(), "reference", "always", size))
+    if config.teacher.divergence == "full" and roles.reference != roles.trainer:
+        heads = dict(teachers)
+        if config.teacher.is_first_policy:
+            heads[""] = reference_architecture(config, a)
+        for name, teacher in heads.items():
             head = param_shapes(head_alone(param_specs(teacher)), roles.trainer, dtype)
-            items.append(Item("the teacher's head", "trainer", "always", bytes_per_device(head)))
+            whose = f"the teacher's head {name}".strip()
+            items.append(Item(whose, "trainer", "always", bytes_per_device(head)))
     for path, judge in reward_architectures(config.reward).items():
         # A reward model has no head over the vocabulary.
         size = weight_bytes(replace(judge, value_head=True), roles.reference, dtype)
@@ -386,22 +394,26 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
 
 
 def teacher_update_bytes(
-    section: TeacherSection, teacher: Architecture | None, role: Role, dtype: Any, tokens: int
+    section: TeacherSection, teachers: Iterable[Architecture], role: Role, dtype: Any, tokens: int
 ) -> int:
     """Returns the bytes that an update of `tokens` tokens on a device needs there for a teacher's
     distributions, besides logits, which `update_bytes` counts: its head, gathered whole but for
     `tensor`, and what it says of the tokens of the micro-batches whose programs are under way, its
-    hidden states or likeliest tokens. `teacher`: its architecture, None without one. 0 if only its
-    log-probs of samples are read."""
-    if teacher is None or not section.gives_distributions:
+    hidden states or likeliest tokens; of several teachers, one of which speaks of a micro-batch,
+    those of the one that needs most. `teachers`: all of them, the policy too if it is its own. 0
+    without one, and if only log-probs of samples are read."""
+    if not section.gives_distributions:
         return 0
     itemsize = jnp.dtype(dtype).itemsize
-    head = 0
-    of_a_token = 8 * section.top_k + 4  # an id and a log-prob of each, and the rest
-    if section.divergence == "full":
-        head = teacher.vocab_size * teacher.hidden_size * itemsize // role.tensor
-        of_a_token = teacher.hidden_size * itemsize
-    return head + MAX_IN_FLIGHT * tokens * of_a_token
+    needed = [0]
+    for teacher in teachers:
+        head = 0
+        of_a_token = 8 * section.top_k + 4  # an id and a log-prob of each, and the rest
+        if section.divergence == "full":
+            head = teacher.vocab_size * teacher.hidden_size * itemsize // role.tensor
+            of_a_token = teacher.hidden_size * itemsize
+        needed.append(head + MAX_IN_FLIGHT * tokens * of_a_token)
+    return max(needed)
 
 
 DELTA_NET_ARRAYS = {"cpu": 44, "gpu": 30, "tpu": 29}

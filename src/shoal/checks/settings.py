@@ -111,8 +111,9 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
             resumed = True
     if "model.path" in known and not resumed:
         check_model(config.model)
-    if "teacher.path" in known and config.teacher.path:
-        check_model(ModelSection(path=config.teacher.path), key="teacher.path")
+    if "teacher.path" in known:
+        for path in config.teacher.paths.values():
+            check_model(ModelSection(path=path), key="teacher.path")
     if "critic.path" in known and config.critic.path:
         check_model(ModelSection(path=config.critic.path), key="critic.path")
     if "task.name" in known:
@@ -140,7 +141,7 @@ def check_trainable(config: Config) -> None:
             "set it to 1.0",
         ),
         (
-            not (a.uses_rewards or a.learns_from_data or config.teacher.path),
+            not (a.uses_rewards or a.learns_from_data or config.teacher.exists),
             "algorithm.advantage",
             f"{advantage}: nothing would be learned, as rewards are ignored and there is no "
             "teacher; set teacher.path, or another advantage",

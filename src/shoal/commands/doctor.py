@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shoal.budget.auto import all_teachers
 from shoal.budget.budget import Budget, held_phase
 from shoal.budget.memory import (
     AvailableMemory,
@@ -69,7 +70,7 @@ def doctor(
         if job.is_open("loaded_task", "reward_pool"):
             rewards = check_reward(job)
         step = StepRecords()
-        if job.is_open("check_longest_sequence", "model", "teacher_source"):
+        if job.is_open("check_longest_sequence", "model", "teacher_sources"):
             can_train = first_prompt is not None and rewards is not None
             step = check_step(job, tries=can_train)
         num_wrong = len(job.findings.at("wrong"))
@@ -264,7 +265,11 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
             parameters=parameters,
             prompts=first_prompts,
             own_advantage=job.own_advantage,
-            teacher=job.teacher_source.architecture if job.teacher_source else None,
+            teachers=all_teachers(
+                job.config,
+                job.model.architecture,
+                {name: source.architecture for name, source in job.teacher_sources.items()},
+            ),
             critic=job.critic,
             critic_parameters=job.load_critic(parameters),
         )

@@ -61,7 +61,7 @@ TOPICS: Mapping[str, str] = {
     "environment": "tools and environments, in rollouts of several turns",
     "sampling": "how completions are sampled",
     "algorithm": "from rewards to a loss",
-    "teacher": "a second model for on-policy distillation",
+    "teacher": "models for on-policy distillation, or the model itself with a hint",
     "optimizer": "AdamW and its learning rate",
     "critic": "a second model that learns what a rollout will earn",
     "batch": "sizes of a step, a group and a micro-batch",

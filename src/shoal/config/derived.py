@@ -171,8 +171,16 @@ def num_updates(config: Config) -> int:
 
 
 def longest_sequence(config: Config) -> int:
-    """Returns the most tokens that a prompt and its completion have together."""
-    return config.sampling.max_prompt_tokens + config.sampling.max_completion_tokens
+    """Returns the most tokens that a prompt and its completion have together, a teacher's prompt
+    with a hint included."""
+    sampling = config.sampling
+    return sampling.max_prompt_tokens + config.teacher.room + sampling.max_completion_tokens
+
+
+def needs_first_weights(config: Config) -> bool:
+    """True if a run keeps the weights that it began with: as its reference, or as a teacher that
+    reads a hint."""
+    return config.algorithm.scores_reference or config.teacher.is_first_policy
 
 
 def max_support(config: Config) -> int:

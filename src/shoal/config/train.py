@@ -111,6 +111,12 @@ class Config:
                 "full or topk with sft: sampled estimates a divergence from samples of the policy, "
                 "and the data's answers are none",
             )
+            require(
+                not self.teacher.hint,
+                "teacher.hint",
+                self.teacher.hint,
+                "empty with sft: answers of the data follow dialogues, not prompts with a hint",
+            )
         elif self.algorithm.has_critic:
             require(
                 self.batch.group_size >= 2 or not self.algorithm.dynamic_sampling,
@@ -126,6 +132,23 @@ class Config:
                 "2 or more, or algorithm.advantage=gae with it: a group of one has nothing to be "
                 "compared with",
             )
+        rewrites_prompts = bool(
+            self.environment.factory or self.environment.rollout or self.environment.agent
+        )
+        require(
+            not self.teacher.hint
+            or not (rewrites_prompts or self.environment.history == "template"),
+            "teacher.hint",
+            self.teacher.hint,
+            "empty with environment.factory, rollout, agent or history=template: their rollouts "
+            "have prompts of their own, into which no hint goes",
+        )
+        require(
+            self.teacher.quantise == "none" or self.model.dtype != "float16",
+            "teacher.quantise",
+            self.teacher.quantise,
+            "none with model.dtype=float16, whose largest number the products of 8 bits pass",
+        )
         require(
             not self.critic.path or self.algorithm.has_critic,
             "critic.path",

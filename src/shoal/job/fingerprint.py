@@ -34,7 +34,7 @@ def fingerprint(
     task: Task,
     seed: int,
     reference: ModelScorer | None = None,
-    teacher: ModelScorer | None = None,
+    teachers: Mapping[str, ModelScorer] | None = None,
     base: Params | None = None,
     own_advantage: OwnAdvantage | None = None,
     critic: Params | None = None,
@@ -42,7 +42,7 @@ def fingerprint(
     """Returns what a run's numbers depend on besides its configuration, as a dict that JSON can
     hold: the machine, a digest of the data, digests of the reward functions, tools, environments
     and the user's advantage function, and checksums of the weights that training does not change
-    (`reference`, `teacher`; `base`: the weights under an adapter, with `base_types`; `critic`:
+    (`reference`, `teachers`; `base`: the weights under an adapter, with `base_types`; `critic`:
     those under the critic's adapter, if they are others). The keys are `machine`, `data`, `rewards`
     (function -> digest) and, for models that are given, `base`, `base_types`, `reference`,
     `teacher` and `critic`. Checksums of models that are not given are left out."""
@@ -67,8 +67,9 @@ def fingerprint(
         facts["base"] = weights_text(base)
     if reference is not None:
         facts["reference"] = weights_text(reference.parameters)
-    if teacher is not None:
-        facts["teacher"] = weights_text(teacher.parameters)
+    if teachers:
+        texts = [weights_text(teacher.parameters) for teacher in teachers.values()]
+        facts["teacher"] = ", ".join(texts)
     if critic is not None:
         facts["critic"] = weights_text(critic)
     return facts

@@ -3,6 +3,7 @@ configuration to what samples and trains."""
 
 from __future__ import annotations
 
+import functools
 import io
 import shutil
 import time
@@ -50,6 +51,7 @@ from shoal.config.derived import (
     for_devices,
     longest_sequence,
     max_support,
+    needs_first_weights,
     num_updates,
     replays_routes,
     router_replay_of,
@@ -87,6 +89,7 @@ from shoal.job.process import open_world, without_process_keys
 from shoal.job.reward_model import reward_models
 from shoal.job.stages import Command, StagedJob, stage
 from shoal.job.task import (
+    MOST_MEASURED,
     UNREWARDED,
     check_truths,
     encode_all,
@@ -129,14 +132,16 @@ from shoal.sampler.engine import Engine
 from shoal.stop import StopSignal
 from shoal.tasks.splits import evaluating
 from shoal.tasks.task import OWN_DATA, Task
+from shoal.tasks.template import Hint
 from shoal.text import gib
 from shoal.trainer.critic import Critic, find_critic
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loss import make_objective
 from shoal.trainer.own_advantage import OwnAdvantage, load_advantage
 from shoal.trainer.prompts import PromptStream, TokenizedExample
-from shoal.trainer.scorers import ModelScorer, TeacherDistributions, find_teacher
+from shoal.trainer.scorers import ModelScorer, find_teachers, load_scorer
 from shoal.trainer.step import Learner, TrainState
+from shoal.trainer.teachers import Teachers, check_rows
 from shoal.trainer.update import Updater
 from shoal.weights import peft
 from shoal.weights.checkpoints import checkpoint_bytes
@@ -567,6 +572,7 @@ class Job(StagedJob):
             self.model_source.architecture,
             self.requested.sampling,
             f"model.path={model_path(self.requested.model)}",
+            self.requested.teacher.room,
         )
 
     @stage(
@@ -622,12 +628,10 @@ class Job(StagedJob):
         self.model_source.check()
 
     @stage("teacher", "teacher.path", needs=("model_source",), commands=TRAIN_OR_DOCTOR)
-    def teacher_source(self) -> ModelSource | None:
-        """Finds the teacher's model and returns it like `model_source`, without its weights; None
-        if `teacher.path` is not set."""
-        if not self.requested.teacher.path:
-            return None
-        return find_teacher(self.requested, self.model_source, self.console)
+    def teacher_sources(self) -> dict[str, ModelSource]:
+        """Finds the models that `teacher.path` names and returns them by their teachers' names,
+        each like `model_source`, without its weights; {} if it names none."""
+        return find_teachers(self.requested, self.model_source, self.console)
 
     @stage("critic", "critic.path", needs=("model_source",), commands=TRAIN_OR_DOCTOR)
     def critic_source(self) -> ModelSource | None:
@@ -675,6 +679,16 @@ class Job(StagedJob):
             return self.turn_formats.encode(example)
         return self.tokenizer.encode_prompt(example.prompt)
 
+    def encode_with_hint(self, example: Example) -> np.ndarray:
+        """Returns the token ids of the prompt that teachers read in place of an example's,
+        int32[T], by `teacher.hint`."""
+        return self.encode(self.hint.in_example(example))
+
+    @functools.cached_property
+    def hint(self) -> Hint:
+        """What `teacher.hint` makes of a row's prompt. ShoalError if it is no template."""
+        return Hint.parse(self.requested.teacher.hint)
+
     @stage(
         "data", "task.path", needs=("loaded_task", "tokenizer", "turn_formats"), commands=WITH_TASK
     )
@@ -713,6 +727,28 @@ class Job(StagedJob):
     def prompts(self) -> PromptStream:
         """Returns the stream of training prompts, in the order of the run, from its beginning."""
         return open_prompts(self.requested, self.prompts_per_step, self.loaded_task, self.encode)
+
+    @stage(
+        "teacher",
+        "teacher.hint",
+        needs=("loaded_task", "tokenizer", "turn_formats"),
+        commands=TRAIN_OR_DOCTOR,
+    )
+    def check_teachers_rows(self) -> None:
+        """Raises ShoalError if a training row names no teacher although there are several, or if
+        `teacher.hint` cannot be put into it or makes its prompt too long. Of more rows than are
+        measured a part is checked, spread over the data."""
+        section = self.requested.teacher
+        if len(section.paths) <= 1 and not section.hint:
+            return
+        check_rows(
+            section,
+            self.loaded_task.train,
+            encode=self.encode,
+            encode_with_hint=self.encode_with_hint if section.hint else None,
+            max_tokens=self.requested.sampling.max_prompt_tokens,
+            most_rows=MOST_MEASURED,
+        )
 
     @property
     def first_prompt(self) -> TokenizedExample:
@@ -855,7 +891,7 @@ class Job(StagedJob):
         "memory",
         "model.path",
         needs=("devices", "model_source", "roles", "config", "model"),
-        after=("teacher_source", "critic_source"),
+        after=("teacher_sources", "critic_source"),
         commands=TRAIN,
     )
     def memory_finding(self) -> Finding:
@@ -1153,7 +1189,7 @@ class Job(StagedJob):
             spec = replace(spec, architecture=adapted(config.model.lora, spec.architecture))
         other = Job(config, Console(io.StringIO()), devices=self.devices, model_source=spec)
         # The other job, one of `estimate`, opens neither of them itself.
-        for name in ("teacher_source", "critic_source", "cluster"):
+        for name in ("teacher_sources", "critic_source", "cluster"):
             if name in self.opened:
                 other.opened[name] = self.opened[name]
         with other:
@@ -1162,11 +1198,12 @@ class Job(StagedJob):
     # ---- what trains
 
     def open_reference(self, first: Params | None) -> ModelScorer | None:
-        """Returns the reference model on the devices of its role, in the data type of the
-        computation; None if the algorithm needs no reference log-probs. `first`: the weights that
-        the run begins with, or only those that an adapter freezes, if they have been read already;
-        None: they are read here."""
-        if not self.config.algorithm.scores_reference:
+        """Returns the model with the weights that the run begins with on the devices of the
+        reference, in the data type of the computation; None if neither the algorithm needs
+        reference log-probs nor the model is its own teacher (`needs_first_weights`). `first`: the
+        weights that the run begins with, or only those that an adapter freezes, if they have been
+        read already; None: they are read here."""
+        if not needs_first_weights(self.config):
             return None
         policy = self.model.architecture
         a = reference_architecture(self.config, policy)
@@ -1183,24 +1220,36 @@ class Job(StagedJob):
         adapter = self.model_source.read_adapter(model.role, model.dtype, self.requested.seed)
         return ModelScorer(model, joined(adapter, as_frozen(a, base)))
 
-    def make_updater(self, reference: ModelScorer | None, teacher: ModelScorer | None) -> Updater:
-        """Makes the updater, which turns groups with rewards into updates of the weights.
-        `reference`, `teacher`: the models that it asks for log-probs; None if it needs none."""
+    def load_teachers(self) -> dict[str, ModelScorer]:
+        """Loads the teachers that have weights of their own onto the devices of the reference, and
+        returns their scorers by name."""
+        scorers = {}
+        for name, source in self.teacher_sources.items():
+            scorers[name] = load_scorer(self.config, source, self.roles.reference)
+        return scorers
+
+    def make_updater(
+        self, first: ModelScorer | None, teachers: Mapping[str, ModelScorer] | None
+    ) -> Updater:
+        """Makes the updater, which turns groups with rewards into updates of the weights. `first`:
+        the model with the weights that the run begins with, None if nothing needs it; `teachers`:
+        those that have weights of their own, by name; None for none."""
         c = self.config
-        distributions = None
-        if teacher and c.teacher.gives_distributions:
-            distributions = TeacherDistributions.of(c.teacher, teacher, self.learner.model)
-            teacher = None  # nothing else is asked of it
+        scorers = dict(teachers or {})
+        if c.teacher.is_first_policy and first is not None:
+            scorers[""] = first
+        made = None
+        if scorers or c.teacher.is_live_policy:
+            prompt_of = self.encode_with_hint if c.teacher.hint else None
+            made = Teachers.of(c.teacher, scorers, self.learner.model, prompt_of)
         return Updater(
             self.learner,
             c.algorithm,
             c.batch,
             temperature=c.sampling.temperature,
             seed=c.seed,
-            reference=reference,
-            teacher=teacher,
-            teacher_coef=c.teacher.coef,
-            distributions=distributions,
+            reference=first if c.algorithm.scores_reference else None,
+            teachers=made,
             critic=self.critic,
             max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shoal.budget.advice import Describe, suggest_fit
-from shoal.budget.auto import teacher_architecture
+from shoal.budget.auto import all_teachers, teacher_architectures
 from shoal.budget.budget import (
     LARGEST,
     TIGHT,
@@ -52,7 +52,7 @@ def job_budget(job: Job) -> Budget:
     model = job.model
     roles = job.roles
     a = model.architecture
-    weights = weight_budget(config, a, roles, model.dtype, _teacher_of(job))
+    weights = weight_budget(config, a, roles, model.dtype, _teachers_of(job))
     caches = cache_items(engine_states(config, model, roles, a))
     shape = micro_batch_shapes(config, roles.trainer.row_shards)[0]
     activations, stored = update_memory(job, shape.tokens // roles.trainer.row_shards)
@@ -83,11 +83,13 @@ def job_budget(job: Job) -> Budget:
     )
 
 
-def _teacher_of(job: Job) -> Architecture | None:
-    """Returns the architecture of the job's teacher, also if its stage is not open; None without
-    one."""
-    source = job.opened.get("teacher_source")
-    return source.architecture if source else teacher_architecture(job.config)
+def _teachers_of(job: Job) -> dict[str, Architecture]:
+    """Returns the architectures of the job's teachers that have weights of their own, by name, also
+    if their stage is not open."""
+    sources = job.opened.get("teacher_sources")
+    if sources is None:
+        return teacher_architectures(job.config)
+    return {name: source.architecture for name, source in sources.items()}
 
 
 def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
@@ -101,7 +103,8 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     if remat == "none":  # has no estimate of its own; it stores at least what `dots` stores
         remat = "dots"
     needed = update_bytes(a, role, model.dtype, tokens)
-    needed += teacher_update_bytes(job.config.teacher, _teacher_of(job), role, model.dtype, tokens)
+    teachers = all_teachers(job.config, a, _teachers_of(job))
+    needed += teacher_update_bytes(job.config.teacher, teachers, role, model.dtype, tokens)
     needed += activation_bytes(a, tokens / role.tensor, model.dtype, remat, role.expert)
     if remat != "offload" or role.platform == "cpu":
         return needed, []

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.chat.tokenizer import Tokenizer
+from shoal.config.derived import needs_first_weights
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
@@ -43,7 +44,6 @@ from shoal.runs.lines import json_line, json_ready, write_atomically
 from shoal.runs.reader import StoredRun
 from shoal.sampler.engine import Engine, drain
 from shoal.text import ranges
-from shoal.trainer.scorers import load_scorer
 from shoal.trainer.step import TrainState
 from shoal.trainer.update import Updater, UpdateResult
 from shoal.weights.checkpoints import Restored, restore
@@ -353,13 +353,13 @@ class Replayer:
     def _first_weights(self, is_start: bool, retrains: bool, versions: range) -> Params | None:
         """Reads and returns the weights that the run began with; None if they are not needed. They
         are needed in three cases: training starts from them (`is_start`); steps of `versions` are
-        retrained (`retrains`) with a KL term, whose reference they are; or the model has an
-        adapter, which leaves most of them unchanged."""
+        retrained (`retrains`) with a KL term, whose reference they are, or with themselves as
+        teacher; or the model has an adapter, which leaves most of them unchanged."""
         has_adapter = bool(self._spec.architecture.adapter)
-        has_kl = False
+        needs_first = False
         for step in versions:
-            has_kl = has_kl or self.run.config_at(step).algorithm.scores_reference
-        needs_reference = has_kl and retrains
+            needs_first = needs_first or needs_first_weights(self.run.config_at(step))
+        needs_reference = needs_first and retrains
         if not (is_start or needs_reference or has_adapter):
             return None
         began = open_model(self.config.model, self.console)
@@ -391,13 +391,11 @@ class Replayer:
         if self._updater_of is not None and self._updater_of[0] is config:
             return self._updater_of[1]
         job = self._job_of(config)
-        teacher = None
-        if with_teacher and job.teacher_source:
-            teacher = load_scorer(config, job.teacher_source, self.roles.reference)
+        teachers = job.load_teachers() if with_teacher else {}
         reference = None
         if first is not None:
             reference = job.open_reference(first)
-        updater = job.make_updater(reference, teacher)
+        updater = job.make_updater(reference, teachers)
         self._updater_of = (config, updater)
         return updater
 

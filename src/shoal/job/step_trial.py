@@ -194,7 +194,7 @@ def try_step(
     parameters: Params,
     prompts: Sequence[TokenizedExample],
     own_advantage: OwnAdvantage | None = None,
-    teacher: Architecture | None = None,
+    teachers: Sequence[Architecture] = (),
     critic: Critic | None = None,
     critic_parameters: Params | None = None,
 ) -> StepTrial:
@@ -202,8 +202,8 @@ def try_step(
     `prompts`, up to as many as the engine holds at once and for at most SAMPLING_SECONDS, scores
     them, and computes the gradients of up to NUM_MICRO_BATCHES micro-batches. Returns what was
     measured; the updated weights are discarded. `own_advantage`: the user's function that
-    `algorithm.advantage` names; None if that is an estimator. `teacher`: the architecture of a
-    teacher, for whose distributions zeros stand in; None without one. `critic` and
+    `algorithm.advantage` names; None if that is an estimator. `teachers`: the architectures of all
+    teachers, for the distributions of the first of which zeros stand in. `critic` and
     `critic_parameters`: the critic, which is updated too, and its first weights; None without one.
     Side effects: `engine` and the learners get programs that measure their compilation
     (`TimedProgram`), and the engine's caches are freed."""
@@ -267,7 +267,7 @@ def try_step(
         shape=shape,
     )
     table = StepTable.of(groups, config.algorithm, own_advantage=own_advantage)
-    batches = _update(trial, table, config, learner, parameters, teacher)
+    batches = _update(trial, table, config, learner, parameters, teachers)
     if critic is not None:
         _update_critic(trial, batches[0], critic, critic_parameters)
     load_orbax()  # a run loads this library for its checkpoints, so its memory counts
@@ -312,7 +312,7 @@ def _update(
     config: Config,
     learner: Learner,
     parameters: Params,
-    teacher: Architecture | None,
+    teachers: Sequence[Architecture],
 ) -> list[MicroBatch]:
     """Computes the gradients of up to NUM_MICRO_BATCHES micro-batches of the trial's groups (of
     all, also those whose rewards do not differ), applies them, and writes into `trial` their number
@@ -350,8 +350,8 @@ def _update(
     trial.num_batches = len(batches)
     state = learner.init(parameters)
     targets = None
-    if teacher and config.teacher.gives_distributions:
-        shapes = target_shapes(config.teacher, teacher, learner.model, trial.shape)
+    if teachers and config.teacher.gives_distributions:
+        shapes = target_shapes(config.teacher, teachers[0], learner.model, trial.shape)
         targets = jax.tree.map(_zeros, shapes)
     total = None
     seconds = []
@@ -465,9 +465,8 @@ def estimate_times(
     )
     sample = trial.sample_seconds * longer * waves
     batches = trial.num_batches * scale
-    has_teacher = bool(config.teacher.path)
     trained = batches
-    if not needs_all_groups(algorithm, has_teacher):
+    if not needs_all_groups(algorithm, config.teacher.exists):
         trained = max(algorithm.num_minibatches, batches * trial.nonzero_std)
     passes = (
         trained * algorithm.num_epochs + SCORING * num_scorings(algorithm, config.teacher) * batches

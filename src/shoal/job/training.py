@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +15,7 @@ import jax
 
 from shoal.buckets import RUNS, address, area_of, cache_path
 from shoal.chat.tokenizer_files import read_date, write_date
+from shoal.config.derived import needs_first_weights
 from shoal.config.key import shown
 from shoal.config.keywords import FROM_PYTHON
 from shoal.config.stored import difference_from_defaults, texts_of, to_dict, to_yaml
@@ -43,7 +44,7 @@ from shoal.tasks.task import ROWS
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import NOTHING_KEPT, Run
 from shoal.trainer.schedule import schedule_of
-from shoal.trainer.scorers import ModelScorer, load_scorer
+from shoal.trainer.scorers import ModelScorer
 from shoal.trainer.update import num_scorings
 from shoal.weights.checkpoints import Checkpoints, largest_array, versions
 from shoal.weights.source import ModelSource, copy_model_files
@@ -60,8 +61,10 @@ class LoadedModels:
     """All weights of the model that is trained; None if the run is resumed."""
     frozen: Params | None
     """The weights of that model that training does not change, because an adapter is trained."""
-    reference: ModelScorer | None
-    teacher: ModelScorer | None
+    first: ModelScorer | None
+    """The model with the weights that the run begins with: its reference, or its own teacher."""
+    teachers: Mapping[str, ModelScorer]
+    """Those that have weights of their own, by name."""
     frozen_of_critic: Params | None = None
     """The weights of the critic that training does not change, because an adapter is trained."""
 
@@ -79,7 +82,7 @@ def open_run(job: Job) -> Run:
     if job.cluster:
         job.cluster.parity.keep(folder.path)
     source = job.rollout_source
-    updater = job.make_updater(models.reference, models.teacher)
+    updater = job.make_updater(models.first, models.teachers)
     facts = checked_facts(job, models)
     restored = None
     if job.resumed:
@@ -167,13 +170,13 @@ def reads_own_model(job: Job) -> bool:
     its checkpoint."""
     if not job.resumed:
         return True
-    return bool(job.model_source.architecture.adapter) or job.config.algorithm.scores_reference
+    return bool(job.model_source.architecture.adapter) or needs_first_weights(job.config)
 
 
 def load_models(job: Job) -> LoadedModels:
     """Reads the weights of a run's models onto their devices and returns them, None for a model
     that the run does not use. A resumed run reads only what its checkpoint lacks: the weights that
-    an adapter freezes, the reference and the teacher. ShoalError if a file is wrong, or if the
+    an adapter freezes, the reference and the teachers. ShoalError if a file is wrong, or if the
     processes of the run have different weights, tokenizers or kernels of attention."""
     spec = job.model_source
     if reads_own_model(job):
@@ -185,24 +188,23 @@ def load_models(job: Job) -> LoadedModels:
     else:
         frozen = spec.load_frozen(job.roles.trainer, job.model.dtype)
         already_read = frozen
-    reference = job.open_reference(already_read)
-    teacher = None
-    if job.teacher_source:
-        check_same_model(job.world, "the teacher", "teacher.path", job.teacher_source)
-        teacher = load_scorer(job.config, job.teacher_source, job.roles.reference)
+    first = job.open_reference(already_read)
+    for source in job.teacher_sources.values():
+        check_same_model(job.world, "the teacher", "teacher.path", source)
+    teachers = job.load_teachers()
     # Each process has tried the kernels on its own GPU, but all must compile the same program.
     check_same(
         job.world,
         "the kernels of attention, which model.attention=blocked does without",
         {
             "model.attention": job.model.attention,
-            "the teacher's": teacher and teacher.model.attention,
+            "the teacher's": [teacher.model.attention for teacher in teachers.values()],
         },
     )
     if job.critic_source:
         check_same_model(job.world, "the critic", "critic.path", job.critic_source)
     frozen_of_critic = job.load_frozen_of_critic(frozen)
-    return LoadedModels(weights, frozen, reference, teacher, frozen_of_critic)
+    return LoadedModels(weights, frozen, first, teachers, frozen_of_critic)
 
 
 def weights_to_train(job: Job, models: LoadedModels) -> Params:
@@ -224,8 +226,8 @@ def checked_facts(job: Job, models: LoadedModels) -> dict[str, Any]:
     facts = fingerprint(
         task=job.task,
         seed=job.config.seed,
-        reference=models.reference,
-        teacher=models.teacher,
+        reference=models.first,
+        teachers=models.teachers,
         base=models.frozen,
         own_advantage=job.own_advantage,
         critic=models.frozen_of_critic if job.critic_source else None,

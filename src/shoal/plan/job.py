@@ -21,7 +21,12 @@ import jax.numpy as jnp
 
 from shoal.algorithm.loss import Objective
 from shoal.budget.budget import Budget, DeviceRates, PlannedStep, StepProgram, step_of
-from shoal.budget.memory import bytes_per_device, copied_shapes, reference_architecture
+from shoal.budget.memory import (
+    bytes_per_device,
+    copied_shapes,
+    parameter_count,
+    reference_architecture,
+)
 from shoal.budget.shapes import micro_batch_shapes, packed_tokens
 from shoal.budget.slots import num_hosts
 from shoal.config.commands import PlanConfig
@@ -118,10 +123,14 @@ def planned_job(
     spec = ModelSource(Path(), planned_architecture(config.model))
     with Job(config, Console(io.StringIO()), devices=devices, model_source=spec) as job:
         job.open("check_longest_sequence")
-        if config.teacher.path:
-            teacher = planned_architecture(ModelSection(path=config.teacher.path))
-            check_positions(teacher, config.sampling, f"teacher.path={config.teacher.path}")
-            job.opened["teacher_source"] = ModelSource(Path(), teacher)
+        teachers = {}
+        for name, path in config.teacher.paths.items():
+            teacher = planned_architecture(
+                ModelSection(path=path, quantise=config.teacher.quantise)
+            )
+            check_positions(teacher, config.sampling, f"teacher.path={path}", config.teacher.room)
+            teachers[name] = ModelSource(Path(), teacher)
+        job.opened["teacher_sources"] = teachers
         yield PlannedJob(job, parsed, layers)
 
 
@@ -204,17 +213,24 @@ class PlannedJob:
         )
 
     def _scorers(self) -> dict[str, Model]:
-        """Returns name -> model of those that score completions on the reference's devices:
-        `reference` if the algorithm compares with one, `teacher` if the job has one; {} if
-        neither."""
+        """Returns name -> model of those that score completions: `reference` if the algorithm
+        compares with one, `teacher` if the job has one, of several the largest; {} if neither. They
+        are on the reference's devices, but the policy as it is, as its own teacher, is on the
+        trainer's."""
         models = {}
+        section = self.config.teacher
         model = self.model.on(self.roles.reference)
+        first = replace(model, architecture=reference_architecture(self.config, model.architecture))
         if self.config.algorithm.scores_reference:
-            architecture = reference_architecture(self.config, model.architecture)
-            models["reference"] = replace(model, architecture=architecture)
-        teacher = self.job.opened.get("teacher_source")
-        if teacher:
-            models["teacher"] = replace(model, architecture=teacher.architecture)
+            models["reference"] = first
+        sources = self.job.opened.get("teacher_sources") or {}
+        architectures = [source.architecture for source in sources.values()]
+        if architectures:
+            models["teacher"] = replace(model, architecture=max(architectures, key=parameter_count))
+        elif section.is_first_policy:
+            models["teacher"] = first
+        elif section.is_live_policy:
+            models["teacher"] = self.model
         return models
 
     # ---- what they run
@@ -418,6 +434,8 @@ class PlannedJob:
             )
         for name, model in self._scorers().items():
             scorer_batch = replace(self._batch(model.role), experts=None)
+            if name == "teacher" and config.teacher.hint:
+                scorer_batch = replace(scorer_batch, read_at=scorer_batch.before)
             weights = param_shapes(param_specs(model.architecture), model.role, model.dtype)
             planned[name] = Planned(
                 self._scorer_program(name, model),

@@ -1,5 +1,5 @@
 """Text made from a row's columns by a template with their names in braces, `Solve: {question}`: the
-setting `task.template`, and a judge's template.
+setting `task.template`, a judge's template, and a teacher's hint.
 """
 
 from __future__ import annotations
@@ -7,10 +7,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.records import ShoalError
+from shoal.records import Example, Prompt, ShoalError
 from shoal.text import did_you_mean
 
 
@@ -94,3 +95,50 @@ def fill(
     for value, piece in zip(values, pieces[1:], strict=True):
         text += value + piece
     return text
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What a teacher reads in place of a row's last user message (`teacher.hint`), parsed."""
+
+    pieces: Sequence[str]
+    names: Sequence[str]  # columns, and `prompt`, the message itself
+
+    @classmethod
+    def parse(cls, text: str) -> Hint:
+        """Parses the value of `teacher.hint`. Without the name `prompt` the hint follows the
+        message, after a blank line. ShoalError for wrong braces, or if nothing is named."""
+        key = "teacher.hint"
+        pieces, names = parse_template(template_text(text, key), key)
+        if "prompt" not in names:
+            pieces = ["", f"\n\n{pieces[0]}", *pieces[1:]]
+            names = ["prompt", *names]
+        return cls(pieces, names)
+
+    def in_example(self, example: Example) -> Example:
+        """Returns the row with the hint in its prompt: in its last user message, or in the prompt
+        that is a text. ShoalError if the row lacks a column that the hint names, or has no user
+        message.
+
+        >>> Hint.parse("The answer is {answer}.").in_example(row).prompt
+        [{'role': 'user', 'content': '2 + 3 = ?\n\nThe answer is 5.'}]
+        """
+        place = example.place or f"row {example.row}"
+
+        def hinted(message: Any) -> str:
+            row = {**example.columns, "prompt": message}
+            return fill(self.pieces, self.names, row, place, "teacher.hint")
+
+        prompt: Prompt = example.prompt
+        if isinstance(prompt, str):
+            return replace(example, prompt=hinted(prompt))
+        messages = list(prompt)
+        for number in reversed(range(len(messages))):
+            if messages[number].get("role") == "user":
+                message = messages[number]
+                messages[number] = {**message, "content": hinted(message.get("content"))}
+                return replace(example, prompt=messages)
+        raise ShoalError(
+            f"{place}: its prompt has no message of a user, into which teacher.hint could go",
+            "teacher.hint",
+        )

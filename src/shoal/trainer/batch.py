@@ -88,6 +88,9 @@ class LearnerBatch:
     experts: Any = None
     # `ValueTargets` of a critic; None: the batch is the policy's, or has no critic
     targets: Any = None
+    # int32[R, T]: of rows with a teacher's own prompts, where in its row the teacher stands before
+    # the token that the policy's rows have here. None: the teacher reads the policy's rows.
+    read_at: Any = None
 
     def of_policy(self) -> LearnerBatch:
         """Returns the batch as the policy learns it: without what a critic learns."""
@@ -150,6 +153,9 @@ class MicroBatch:
     positions: dict[Key, tuple[int, slice]] = field(default_factory=dict)
     # For each prompt: (its tokens, the number of completions that follow it).
     prompts: list[tuple[int, int]] = field(default_factory=list)
+    teacher: str = ""  # name of the teacher of all its groups
+    # the same completions in the same rows, after the teacher's own prompts; None: it has none
+    teacher_rows: MicroBatch | None = None
 
     @classmethod
     def empty(
@@ -231,6 +237,19 @@ class MicroBatch:
     def with_own_routes(self) -> MicroBatch:
         """Returns the micro-batch for a model that chooses all experts itself."""
         return replace(self, arrays=replace(self.arrays, experts=None))
+
+    def of_teacher(self) -> MicroBatch:
+        """Returns the micro-batch as its teacher reads it: after prompts of its own, if it has
+        any."""
+        return (self.teacher_rows or self).with_own_routes()
+
+    def read_by_teacher(self) -> None:
+        """Sets `read_at` of `teacher_rows`, which must be there, from the places of completions in
+        both."""
+        theirs = self.teacher_rows
+        assert theirs is not None, "the teacher has prompts of its own"
+        for key, slots in self.positions.items():
+            theirs.arrays.read_at[slots] = theirs.arrays.before[theirs.positions[key]]
 
     @property
     def num_tokens(self) -> int:
@@ -324,6 +343,7 @@ def pack(
     context_weights: np.ndarray | None = None,
     token_advantages: TokenValues | None = None,
     targets: Mapping[tuple[int, int], ValueTargets] | None = None,
+    teacher_prompts: Mapping[int, np.ndarray] | None = None,
 ) -> list[MicroBatch]:
     """Packs the groups numbered in `include`, from 0, into micro-batches of `shapes`, which come
     largest first, and returns these.
@@ -337,9 +357,11 @@ def pack(
     `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all.
     Above 0, each completion must have `extra["support_ids"]`. With `route_shape`,
     (layers with experts, k), the recorded experts of tokens are used again, and each completion
-    must have `extra["experts"]` of that shape (ShoalError). At least one micro-batch is returned:
-    an update without rows applies a gradient of 0. Raises ValueError if a prompt with one of its
-    completions fits no row of the first shape."""
+    must have `extra["experts"]` of that shape (ShoalError). `teacher_prompts` are the prompts that
+    a teacher reads in place of the groups', by the group's number: each micro-batch then has
+    `teacher_rows`, and the longer of the two prompts must fit. At least one micro-batch is
+    returned: an update without rows applies a gradient of 0. Raises ValueError if a prompt with one
+    of its completions fits no row of the first shape."""
     # By (group, prompt of the group): the prompt's token ids; its number of tokens, with those of
     # its completions.
     prompts: dict[tuple[int, int], np.ndarray] = {}
@@ -365,13 +387,20 @@ def pack(
             if lengths:
                 prompts[group_index, prompt_index] = prompt
                 prompt_experts[group_index, prompt_index] = experts_of.get(prompt.tobytes())
-                sizes[group_index, prompt_index] = (len(prompt), lengths)
+                room = len(prompt)
+                if teacher_prompts is not None:
+                    room = max(room, len(teacher_prompts[group_index]))
+                sizes[group_index, prompt_index] = (room, lengths)
     batches = []
     for shape, rows in split_into_micro_batches(sizes, shapes):
         batch = MicroBatch.empty(shape, temperature, max_support, route_shape)
         if targets is not None:
             arrays = replace(batch.arrays, targets=ValueTargets.empty(shape))
             batch = replace(batch, arrays=arrays)
+        if teacher_prompts is not None:
+            theirs = MicroBatch.empty(shape, temperature, max_support)
+            arrays = replace(theirs.arrays, read_at=np.zeros_like(theirs.arrays.before))
+            batch = replace(batch, teacher_rows=replace(theirs, arrays=arrays))
         for row, content in enumerate(rows):
             for prompt_key, keys in content.parts:
                 completions: dict[Key, np.ndarray] = {}
@@ -380,6 +409,11 @@ def pack(
                     completion = groups[group_index].completions[completion_index]
                     completions[key] = completion.token_ids[tokens_of[key]]
                 batch.add(row, prompts[prompt_key], completions, prompt_experts[prompt_key])
+                if batch.teacher_rows is not None and teacher_prompts is not None:
+                    group_index, _ = prompt_key
+                    batch.teacher_rows.add(row, teacher_prompts[group_index], completions)
+        if batch.teacher_rows is not None:
+            batch.read_by_teacher()
         batches.append(batch)
     for batch in batches:
         arrays = batch.arrays
@@ -416,6 +450,10 @@ def pack(
                 support_ids = np.where(loss_mask[:, None], support_ids, -1)
                 row, columns = slots
                 arrays.support_ids[row, columns, : support_ids.shape[1]] = support_ids
+                if batch.teacher_rows is not None:
+                    row, columns = batch.teacher_rows.positions[key]
+                    of_teacher = batch.teacher_rows.arrays.support_ids
+                    of_teacher[row, columns, : support_ids.shape[1]] = support_ids
             if route_shape:
                 # The last token was never computed by the sampler, and nothing reads its state.
                 row, columns = slots

@@ -231,10 +231,11 @@ def _comparison(
 
 def batch_states(model: Model, parameters: Params, batch: LearnerBatch) -> jax.Array:
     """Returns the hidden state before each token of a batch, [R, T, D] in the type of the
-    computation. `head_projection` makes logits of it."""
+    computation. `head_projection` makes logits of it. With `read_at` the tokens are those of the
+    policy's rows."""
     hidden, _, _ = hidden_states(model, parameters, batch)
-    before = model.role.split_rows(batch.before)
-    return model.role.join_rows(_states_at(model.role, hidden, before)).astype(model.dtype)
+    states = _states_at(model.role, hidden, _teacher_index(model.role, batch))
+    return model.role.join_rows(states).astype(model.dtype)
 
 
 def batch_top(
@@ -242,10 +243,11 @@ def batch_top(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (ids int32[R, T, k] of the likeliest tokens at each token of a batch, log-probs
     float32[R, T, k + 1] of these and of all others together), divided by the batch's temperature.
-    Of the head's columns only the first `vocab_size` are tokens."""
+    Of the head's columns only the first `vocab_size` are tokens. With `read_at` the tokens are
+    those of the policy's rows."""
     role = model.role
     hidden, _, _ = hidden_states(model, parameters, batch)
-    states = _states_at(role, hidden, role.split_rows(batch.before))
+    states = _states_at(role, hidden, _teacher_index(role, batch))
     project = head_projection(model, output_head(parameters))
     rows, length, _ = states.shape
     rows_per_device = -(-rows // role.row_shards)
@@ -260,6 +262,13 @@ def batch_top(
 
     ids, logprobs = by_chunks(of_chunk, states, chunk)
     return role.join_rows(ids), role.join_rows(logprobs)
+
+
+def _teacher_index(role: Role, batch: LearnerBatch) -> jax.Array:
+    """Returns where in its row a teacher stands before each token that it speaks of, [R, T], in the
+    parts of rows that devices hold."""
+    index = batch.before if batch.read_at is None else batch.read_at
+    return role.split_rows(index)
 
 
 def next_token_logits(

@@ -23,25 +23,32 @@ from shoal.protocols import Printer
 from shoal.records import Params, ShoalError
 from shoal.trainer.batch import LearnerBatch, Shape, TeacherStates, TeacherTop
 from shoal.trainer.step import Learner, put_batch, score_program, states_program, top_program
-from shoal.weights.source import ModelSource, check_positions, make_model, open_model, section_of
+from shoal.weights.source import ModelSource, check_positions, make_model, open_model, teacher_model
 
 
-def find_teacher(config: Config, student: ModelSource, console: Printer | None) -> ModelSource:
-    """Returns the source of the teacher that `teacher.path` names; its weights are not read yet.
-    Prints notes about it to `console`. ShoalError if its vocabulary is not the student's, or its
-    files or positions do not fit."""
-    teacher = open_model(section_of(config.model, config.teacher.path), console)
-    # Vocabularies are compared, not families, because log-probs are compared id by id.
-    if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
-        raise ShoalError(
-            f"teacher.path={config.teacher.path}: its vocabulary is not that of the model "
-            f"{config.model.path}, so its log-probs would be of other tokens; give one of the same "
-            "family"
+def find_teachers(
+    config: Config, student: ModelSource, console: Printer | None
+) -> dict[str, ModelSource]:
+    """Returns the source of each teacher that `teacher.path` names, by the teacher's name; weights
+    are not read yet. Prints notes about them to `console`. ShoalError if the vocabulary of one is
+    not the student's, or its files or positions do not fit."""
+    found = {}
+    for name, path in config.teacher.paths.items():
+        teacher = open_model(teacher_model(config, path), console)
+        # Vocabularies are compared, not families, because log-probs are compared id by id.
+        if teacher.tokenizer.vocabulary() != student.tokenizer.vocabulary():
+            raise ShoalError(
+                f"teacher.path={path}: its vocabulary is not that of the model "
+                f"{config.model.path}, so its log-probs would be of other tokens; give one of the "
+                "same family"
+            )
+        check_positions(
+            teacher.architecture, config.sampling, f"teacher.path={path}", config.teacher.room
         )
-    check_positions(teacher.architecture, config.sampling, f"teacher.path={config.teacher.path}")
-    # Called for its error alone.
-    teacher.check()
-    return teacher
+        # Called for its error alone.
+        teacher.check()
+        found[name] = teacher
+    return found
 
 
 def load_scorer(config: Config, source: ModelSource, role: Role) -> ModelScorer:
@@ -131,10 +138,10 @@ class TeacherDistributions:
         return cls(scorer, student, 0, head)
 
     def targets(self, batch: LearnerBatch) -> TeacherStates | TeacherTop:
-        """Returns what the teacher says of a micro-batch of host arrays, on the trainer's
-        devices."""
+        """Returns what the teacher says of a micro-batch of host arrays, on the trainer's devices;
+        with `read_at` of the tokens of the policy's rows."""
         model = self.scorer.model
-        own_batch = self.scorer.put(replace(batch, experts=None))
+        own_batch = self.scorer.put(replace(batch, experts=None, targets=None))
         program = states_program(model)
         if self.top_k:
             vocab_size = shared_vocab_size(model.architecture, self.student.architecture)

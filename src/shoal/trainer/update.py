@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,10 @@ from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes
 from shoal.trainer.critic import Critic, StepValues
 from shoal.trainer.loss import LOAD, REROUTED, make_objective
 from shoal.trainer.own_advantage import OwnAdvantage
-from shoal.trainer.scorers import ParameterScorer, TeacherDistributions
+from shoal.trainer.scorers import ParameterScorer
 from shoal.trainer.step import Learner, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
+from shoal.trainer.teachers import Teachers
 
 ROUTES_MEASURED_EVERY = 10
 """Steps after which the effect of using the recorded experts again is measured once more, by
@@ -130,9 +132,10 @@ class Updater:
     `update` changes nothing but the state that it returns; its first update consumes the moments of
     the state that was passed. The run owns the updater.
 
-    `reference` scores tokens for the KL term; None if there is no such term. `teacher` gives
-    on-policy distillation: its log-prob minus the policy's, times `teacher_coef`, is added to each
-    token's advantage. `distributions` are those of a teacher whose divergence is in the objective.
+    `reference` scores tokens for the KL term; None if there is no such term. `teachers` give
+    on-policy distillation: the log-prob of a group's teacher minus the policy's, times
+    `teacher.coef`, is added to each token's advantage, or the divergence from its distributions is
+    in the objective.
     `critic` gives each token its advantage (`algorithm.advantage=gae`), and is trained too.
     `own_advantage` is the user's function that `algorithm.advantage` names; None if that is an
     estimator. `max_tokens` is the length of the longest completion, `longest` that of the longest
@@ -147,9 +150,7 @@ class Updater:
     temperature: float
     seed: int
     reference: Scorer | None = None
-    teacher: Scorer | None = None
-    teacher_coef: float = 1.0
-    distributions: TeacherDistributions | None = None
+    teachers: Teachers | None = None
     critic: Critic | None = None
     max_tokens: int = 1
     longest: int = 0
@@ -332,22 +333,31 @@ class Updater:
             advantages = np.zeros_like(advantages)
             token_advantages = step_values.advantages
             targets = step_values.weighted(included)
-        return pack(
+        return self._packed(
             groups,
             included,
-            advantages,
-            weights,
-            self.shapes(groups),
-            self.temperature,
-            old_logprobs,
-            ref_logprobs,
-            teacher_bonus,
-            self.max_support,
-            self._route_shape,
-            context_weights,
-            token_advantages,
-            targets,
+            advantages=advantages,
+            weights=weights,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            teacher_bonus=teacher_bonus,
+            context_weights=context_weights,
+            token_advantages=token_advantages,
+            targets=targets,
         )
+
+    def _packed(
+        self, groups: Sequence[Group], included: Sequence[int], **values: Any
+    ) -> list[MicroBatch]:
+        """Packs the groups numbered in `included` with `values` of their tokens, arguments of
+        `pack`; with teachers each micro-batch has groups of one of them."""
+        values["shapes"] = self.shapes(groups)
+        values["temperature"] = self.temperature
+        values["max_support"] = self.max_support
+        values["route_shape"] = self._route_shape
+        if self.teachers is None:
+            return pack(groups, included, **values)
+        return self.teachers.pack(groups, included, **values)
 
     def _context_weights(self, table: StepTable, members: np.ndarray) -> np.ndarray:
         """Returns the weight of a token of context in an update, float[P, G]: 1 over the number of
@@ -363,8 +373,7 @@ class Updater:
     def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
         """Returns the numbers, out of `members`, of the groups to compute. A group whose advantages
         are all 0 is left out, unless another term gives it a gradient."""
-        has_teacher = self.teacher is not None or self.distributions is not None
-        if needs_all_groups(self.algorithm, has_teacher):
+        if needs_all_groups(self.algorithm, self.teachers is not None):
             return [int(n) for n in members]
         return [int(n) for n in members if (table.advantages[n] != 0).any()]
 
@@ -374,34 +383,29 @@ class Updater:
         """Computes the log-probs that need a forward pass before the first update: of the policy,
         the reference and the teacher, and the values of the critic, if they are needed. Those that
         are not needed are None. A group that `_included` leaves out has no entry."""
+        teachers = None
+        if self.teachers is not None and self.teachers.section.scores_samples:
+            teachers = self.teachers
         policy: Scorer | None = None
-        if needs_old_logprobs(self.algorithm, self.teacher is not None):
+        if needs_old_logprobs(self.algorithm, teachers is not None):
             policy = ParameterScorer(self.learner, state.parameters)
         critic: Scorer | None = None
         if self.critic is not None:
             assert state.critic is not None, "a run with a critic has its state"
             critic = ParameterScorer(self.critic.learner, state.critic.parameters)
-        if all(scorer is None for scorer in (policy, self.reference, self.teacher, critic)):
+        if all(scorer is None for scorer in (policy, self.reference, teachers, critic)):
             return PrecomputedLogprobs()
         # Scoring reads tokens alone, so advantages and weights are zeros: they are computed once a
         # KL in the reward is known.
         zeros = np.zeros_like(table.advantages)
-        batches = pack(
-            groups,
-            self._included(table, np.arange(len(groups))),
-            zeros,
-            zeros,
-            self.shapes(groups),
-            self.temperature,
-            max_support=self.max_support,
-            route_shape=self._route_shape,
-        )
+        included = self._included(table, np.arange(len(groups)))
+        batches = self._packed(groups, included, advantages=zeros, weights=zeros)
         # The recorded experts are those of the policy: other models choose their own.
         others = [batch.with_own_routes() for batch in batches]
         return PrecomputedLogprobs(
             old_logprobs=self._scores(policy, batches),
             ref_logprobs=self._scores(self.reference, others),
-            teacher=self._scores(self.teacher, others),
+            teacher=self._teacher_scores(teachers, state, batches),
             values=self._scores(
                 critic, [replace(batch, arrays=batch.arrays.of_critic()) for batch in batches]
             ),
@@ -464,19 +468,32 @@ class Updater:
     def _teacher_bonus(
         self, groups: Sequence[Group], precomputed: PrecomputedLogprobs, metrics: MetricSet
     ) -> TokenValues | None:
-        """Returns what the teacher adds to each token's advantage: `teacher_coef` times (the
+        """Returns what the teacher adds to each token's advantage: `teacher.coef` times (the
         teacher's log-prob minus the policy's), which estimates minus the reverse KL from one
         sample. None without a teacher. Adds the metric `teacher/kl`."""
         teacher = precomputed.teacher
         old = precomputed.old_logprobs
-        if teacher is None or old is None:
+        if self.teachers is None or teacher is None or old is None:
             return None
         log_ratio = {key: teacher[key] - values for key, values in old.items()}
         for (group_index, index), values in log_ratio.items():
             loss_mask = groups[group_index].completions[index].loss_mask
             metrics.add("teacher/kl", -values[loss_mask].sum(), loss_mask.sum())
-        coef = np.float32(self.teacher_coef)
+        coef = np.float32(self.teachers.section.coef)
         return {key: coef * values for key, values in log_ratio.items()}
+
+    def _teacher_scores(
+        self, teachers: Teachers | None, state: TrainState, batches: Sequence[MicroBatch]
+    ) -> TokenValues | None:
+        """Returns the log-probs of each completion's tokens by the teacher of its group; None
+        without teachers."""
+        if teachers is None:
+            return None
+        values = []
+        for batch in batches:
+            self.stop.check()
+            values.append(teachers.score(state.parameters, batch))
+        return unpack([batch.of_teacher() for batch in batches], map(np.asarray, values))
 
     def _scores(self, scorer: Scorer | None, batches: Sequence[MicroBatch]) -> TokenValues | None:
         """Returns the log-probs of each completion's tokens by this scorer; None without a
@@ -510,8 +527,8 @@ class Updater:
         for batch in batches:
             self.stop.check(patience_seconds)
             targets = None
-            if self.distributions:
-                targets = self.distributions.targets(batch.arrays.of_policy())
+            if self.teachers is not None and self.teachers.section.gives_distributions:
+                targets = self.teachers.targets(state.parameters, batch)
             total, lp = self.learner.accumulate(total, state, batch.arrays.of_policy(), targets)
             logprobs.append(lp)
         assert total is not None

@@ -22,6 +22,7 @@ from shoal.chat.tokenizer_files import write_date
 from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.sampling import SamplingSection
+from shoal.config.train import Config
 from shoal.files import find_input, waits_for_hub, write_text
 from shoal.findings import Finding
 from shoal.mesh import Role
@@ -209,6 +210,11 @@ def section_of(section: ModelSection, path: str) -> ModelSection:
         lora=LoraSection(),
         quantise="none",
     )
+
+
+def teacher_model(config: Config, path: str) -> ModelSection:
+    """Returns the section of a teacher whose checkpoint is at `path`."""
+    return replace(section_of(config.model, path), quantise=config.teacher.quantise)
 
 
 def with_run(section: ModelSection) -> ModelSection:
@@ -661,16 +667,20 @@ def planned_architecture(section: ModelSection) -> Architecture:
     return _with_settings(section, huggingface.stored_architecture(folder))
 
 
-def check_positions(a: Architecture, sampling: SamplingSection, whose: str) -> None:
+def check_positions(
+    a: Architecture, sampling: SamplingSection, whose: str, hint_tokens: int = 0
+) -> None:
     """Raises ShoalError if a prompt and completion of the longest lengths have more tokens than a
     model has positions. A model with 0 positions has no limit. `whose` names the model in the
-    message, as "key=value"."""
+    message, as "key=value". `hint_tokens`: those by which a teacher's prompt is longer."""
     prompt, completion = sampling.max_prompt_tokens, sampling.max_completion_tokens
-    if 0 < a.max_positions < prompt + completion:
+    longest = prompt + completion + hint_tokens
+    if 0 < a.max_positions < longest:
+        hint = f", teacher.hint_tokens={hint_tokens}" if hint_tokens else ""
         raise ShoalError(
             f"{whose}: it has positions for {a.max_positions:,} tokens (max_position_embeddings), "
-            f"but sampling.max_prompt_tokens={prompt} and "
-            f"sampling.max_completion_tokens={completion} are {prompt + completion:,}; lower one",
+            f"but sampling.max_prompt_tokens={prompt}{hint} and "
+            f"sampling.max_completion_tokens={completion} are {longest:,}; lower one",
             "sampling.max_completion_tokens",
         )
 

@@ -1,7 +1,8 @@
-"""Settings of the models: the one that is trained, its adapter, and a teacher."""
+"""Settings of the models: the one that is trained, its adapter, and its teachers."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -131,11 +132,12 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class TeacherSection:
-    """The keys `teacher.*`: a second model whose log-probs the policy learns from."""
+    """The keys `teacher.*`: one or several models whose log-probs the policy learns from."""
 
     path: str = key("", stages=("update",), on_resume="fixed")
     """Teacher checkpoint with the model's vocabulary, for on-policy distillation; empty for none.
-    With algorithm.advantage=none it is the only signal."""
+    With algorithm.advantage=none it is the only signal. Several are NAME=PATH,NAME=PATH, all in
+    memory: the column `teacher` of each row names its own."""
     coef: float = key(1.0, stages=("update",))
     """Weight of the teacher's term."""
     divergence: Literal["sampled", "topk", "full"] = key("sampled", stages=("update",))
@@ -149,11 +151,26 @@ class TeacherSection:
     between them Jensen-Shannon's, generalised. sampled has 1 alone."""
     top_k: int = key(64, stages=("update",))
     """Tokens of topk."""
+    quantise: Literal["none", "int8", "fp8"] = key("none", stages=("update",), on_resume="fixed")
+    """Type of the weights of the teacher's products, as in model.quantise: 8 bits an element and a
+    scale an output channel, from when they are read."""
+    hint: str = key("", stages=("update",), on_resume="fixed")
+    """What the teacher reads in place of a row's last user message, as text or a file with text:
+    {prompt} is that message, other names in braces are columns of the row. Without {prompt} it
+    follows the message, after a blank line. Without teacher.path the model itself is the teacher
+    (SDFT, OPSD)."""
+    weights: Literal["base", "live"] = key("base", stages=("update",), on_resume="fixed")
+    """Which of its weights the model has as its own teacher, as in TRL: base, those that the run
+    began with; live, those that are trained, as they are."""
+    hint_tokens: int = key(256, stages=("update",))
+    """Most tokens by which teacher.hint may lengthen a prompt; rows of an update have room for
+    them."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range, or if sampled tokens cannot estimate the divergence that is asked for."""
-        at_least(self, "teacher.", 0, "coef", "beta")
+        range, if sampled tokens cannot estimate the divergence that is asked for, if names of
+        several teachers are not distinct, or if a setting is of a teacher that is not there."""
+        at_least(self, "teacher.", 0, "coef", "beta", "hint_tokens")
         at_least(self, "teacher.", 1, "top_k")
         require(self.beta <= 1, "teacher.beta", self.beta, "a number from 0 to 1")
         require(
@@ -163,13 +180,75 @@ class TeacherSection:
             "1 with teacher.divergence=sampled, whose samples of the policy estimate KL(policy, "
             "teacher) alone; or teacher.divergence=full or topk",
         )
+        entries = _SEVERAL.fullmatch(self.path) is not None and self.path.count(",") + 1
+        require(
+            not entries or len(self.paths) == entries,
+            "teacher.path",
+            self.path,
+            "a name for each teacher that no other has, as in math=./a,code=./b",
+        )
+        require(
+            self.quantise == "none" or bool(self.path),
+            "teacher.quantise",
+            self.quantise,
+            "none, or a teacher with weights of its own (teacher.path)",
+        )
+        require(
+            self.weights == "base" or self.is_policy,
+            "teacher.weights",
+            self.weights,
+            "base, or teacher.hint without teacher.path: only then the model is its own teacher",
+        )
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The checkpoints of teachers with weights of their own, by name; the name of a single one
+        is "". Empty without any.
+
+        >>> TeacherSection(path="math=./a,code=./b").paths
+        {'math': './a', 'code': './b'}
+        """
+        if not self.path:
+            return {}
+        if not _SEVERAL.fullmatch(self.path):
+            return {"": self.path}
+        return dict(entry.split("=", 1) for entry in self.path.split(","))
+
+    @property
+    def exists(self) -> bool:
+        """True if there is a teacher."""
+        return bool(self.path or self.hint)
+
+    @property
+    def is_policy(self) -> bool:
+        """True if the model that is trained is its own teacher, by a prompt with a hint."""
+        return bool(self.hint) and not self.path
+
+    @property
+    def is_first_policy(self) -> bool:
+        """True if the teacher is the model with the weights that the run began with."""
+        return self.is_policy and self.weights == "base"
+
+    @property
+    def is_live_policy(self) -> bool:
+        """True if the teacher is the model with the weights that are trained, as they are."""
+        return self.is_policy and self.weights == "live"
+
+    @property
+    def room(self) -> int:
+        """Tokens by which the teacher's prompt may be longer than the policy's."""
+        return self.hint_tokens if self.hint else 0
 
     @property
     def scores_samples(self) -> bool:
         """True if there is a teacher, of which only the log-probs of sampled tokens are read."""
-        return bool(self.path) and self.divergence == "sampled"
+        return self.exists and self.divergence == "sampled"
 
     @property
     def gives_distributions(self) -> bool:
         """True if there is a teacher whose distributions are compared with the policy's."""
-        return bool(self.path) and self.divergence != "sampled"
+        return self.exists and self.divergence != "sampled"
+
+
+_SEVERAL = re.compile(r"[\w.-]+=[^,]+(,[\w.-]+=[^,]+)+")
+"""Several teachers, each with a name: `math=./a,code=./b`. A single path may have a `=` itself."""

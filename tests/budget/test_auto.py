@@ -179,7 +179,7 @@ def test_as_much_is_kept_as_there_is_memory_for(
 def test_rows_hold_as_many_whole_groups_as_leave_a_quarter_of_the_memory(
     model: str, devices: Any, settings: dict[str, Any], micro_tokens: int
 ) -> None:
-    sizes = {"max_prompt_tokens": 256, "max_completion_tokens": 512}
+    sizes: dict[str, Any] = {"max_prompt_tokens": 256, "max_completion_tokens": 512}
     made = Config(
         batch=BatchSection(prompts_per_step=32 * len(devices), micro_tokens=4096),
         **{"sampling": SamplingSection(**sizes), **settings},
@@ -199,7 +199,7 @@ def test_where_the_default_does_not_fit_rows_hold_a_part_of_a_group(
 
     for module in (auto, memory):
         monkeypatch.setattr(module, "device_memory", device_memory)
-    sizes = {"max_prompt_tokens": 256, "max_completion_tokens": 512}
+    sizes: dict[str, Any] = {"max_prompt_tokens": 256, "max_completion_tokens": 512}
     made = Config(
         batch=BatchSection(prompts_per_step=1024, micro_tokens=4096),
         sampling=SamplingSection(**sizes),

@@ -99,16 +99,6 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
         ("teacher.quantise=int8", ["teacher.quantise='int8'", "weights of its own"]),
         ("teacher.weights=live", ["teacher.weights='live'", "teacher.hint without teacher.path"]),
         ("teacher.hint=briefly", ["teacher.hint='briefly' names no column", "in braces"]),
-        ("teacher.hint={", ["teacher.hint: '{' stands alone", "braces that are meant"]),
-        ("teacher.hint={prompt}_{solution}", ["teacher.hint names 'solution'", "no column"]),
-        (
-            "teacher.hint={answer}_long teacher.hint_tokens=1",
-            ["teacher.hint makes its prompt longer by", "teacher.hint_tokens is 1: raise it"],
-        ),
-        (
-            "teacher.hint={answer} environment.agent=x.py",
-            ["teacher.hint='{answer}'", "empty with environment.factory, rollout, agent"],
-        ),
         (
             "train.weight_sync_interval=3 train.max_staleness=1",
             ["train.max_staleness=1", "2 or more"],
@@ -164,6 +154,25 @@ def test_keys_and_values(workshop, capsys, change, parts):
     if change.endswith(".yml"):
         words = ["train", change]
     refused(capsys, workshop.folder, words, *parts)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["teacher.hint={"], ["teacher.hint: '{' stands alone", "braces that are meant"]),
+        (["teacher.hint={prompt} {worked}"], ["teacher.hint names 'worked'", "no column"]),
+        (
+            ["teacher.hint={answer} it is", "teacher.hint_tokens=1"],
+            ["teacher.hint makes its prompt longer by", "teacher.hint_tokens is 1: raise it"],
+        ),
+        (
+            ["teacher.hint={answer}", "environment.agent=x.py"],
+            ["teacher.hint='{answer}'", "empty with environment.factory, rollout, agent"],
+        ),
+    ],
+)
+def test_hints(workshop, capsys, words, parts):
+    refused(capsys, workshop.folder, workshop.words("never", *words), *parts)
 
 
 def test_a_run_folder_that_exists(workshop, capsys):

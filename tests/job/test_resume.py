@@ -20,6 +20,7 @@ from datetime import datetime
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -1855,8 +1856,8 @@ def test_a_second_signal_ends_at_once(capfd):
 def test_a_stop_says_what_was_kept_and_how_to_start_again(tmp_path):
     command = "shoal train resume=runs/a"
     nothing = f"nothing was kept, as the run has no checkpoint yet; start again: {command}"
-    run = SimpleNamespace(saved=-1, resume_command=command)
-    assert Run.stopped_text(run) == f"stopped: {nothing}"  # type: ignore[arg-type]
+    run: Any = SimpleNamespace(saved=-1, resume_command=command)
+    assert Run.stopped_text(run) == f"stopped: {nothing}"
     run.saved = 0
     assert Run.stopped_text(run).startswith("stopped before the first step, with its")
     assert kept_text(tmp_path, command) == nothing

@@ -680,8 +680,8 @@ def job_here(planned) -> Callable[..., tuple[Budget, Any]]:
                     "sampling.max_completion_tokens": 64,
                     "batch.micro_tokens": 512,
                     "train.pass_k": 0,
-                }
-                | keys,
+                    **keys,
+                },
             )
         ).job
 
@@ -1093,7 +1093,7 @@ def test_what_was_measured_takes_the_place_of_what_the_maker_says(tmp_path):
     file.write_text(json.dumps(CALIBRATION))
     found = calibrated(known, read_calibration(str(file), "NVIDIA H200", known))
     assert (found.hbm, found.launch, found.link) == (4e12, 2e-6, 3e11)
-    assert found.peaks == known.peaks | {"bfloat16": 7e14, "float32": 5e13}
+    assert found.peaks == dict(known.peaks) | {"bfloat16": 7e14, "float32": 5e13}
     assert found.kernels * 7e14 == pytest.approx(known.kernels * known.peaks["bfloat16"])
     assert replace(found, hbm=0, launch=0, link=0, peaks={}, kernels=0) == replace(
         known, hbm=0, launch=0, link=0, peaks={}, kernels=0

@@ -165,7 +165,9 @@ def groups() -> tuple[Group, ...]:
 def everything(chosen: Sequence[Group]) -> Any:
     """All completions in one batch."""
     nothing = np.zeros((len(chosen), G))
-    (batch,) = pack(chosen, range(len(chosen)), nothing, nothing, [whole(chosen)], TEMPERATURE)
+    (batch,) = pack(
+        chosen, range(len(chosen)), nothing, nothing, [whole(list(chosen))], TEMPERATURE
+    )
     return batch
 
 
@@ -412,6 +414,7 @@ def assert_equals_oracle(
                 oracle.token_kls(replace(settings(a), weighted=False), c, c.lp).sum()
             )
             totals["clip/fraction"].append(sum(oracle.clipped_tokens(settings(a), c)))
+            assert c.context is not None
             totals["context"].append(-c.lp[c.context].sum())
             totals["context tokens"].append(c.context.sum())
         assert update.loss == pytest.approx(loss, rel=1e-4, abs=2e-6)
@@ -572,8 +575,9 @@ def test_lengths_that_drift_over_200_steps_compile_few_updates():
             ARCHITECTURE, 4, 2, prompt, max(1, longest - int(rng.integers(0, 3))), seed=step
         )
         state, _ = updater.update(state, drawn, step)
-    assert 2 <= num_compiled(learner.programs["accumulate"]) <= 4  # NUM_SHAPES
-    assert num_compiled(learner.programs["apply"]) == 1
+    programs: dict[str, Any] = learner.programs
+    assert 2 <= num_compiled(programs["accumulate"]) <= 4  # NUM_SHAPES
+    assert num_compiled(programs["apply"]) == 1
 
 
 @pytest.mark.slow

@@ -172,9 +172,11 @@ def num_updates(config: Config) -> int:
 
 def longest_sequence(config: Config) -> int:
     """Returns the most tokens that a prompt and its completion have together, a teacher's prompt
-    with a hint included."""
+    with a hint included. `config`: also that of a command that does not train, and has no
+    teacher."""
     sampling = config.sampling
-    return sampling.max_prompt_tokens + config.teacher.room + sampling.max_completion_tokens
+    room = config.teacher.room if isinstance(config, Config) else 0
+    return sampling.max_prompt_tokens + room + sampling.max_completion_tokens
 
 
 def needs_first_weights(config: Config) -> bool:

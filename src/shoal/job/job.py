@@ -572,7 +572,7 @@ class Job(StagedJob):
             self.model_source.architecture,
             self.requested.sampling,
             f"model.path={model_path(self.requested.model)}",
-            self.requested.teacher.room,
+            self.requested.teacher.room if self.trains else 0,
         )
 
     @stage(

@@ -27,7 +27,15 @@ REFUSED = {
     ),
     "a critic that shares": ("critic.shared=true", "its layers are its own, never the policy's"),
     "DPO": ("algorithm=dpo", "there is no such algorithm"),
-    "several teachers": ("teacher.address=http://127.0.0.1:1", "there is no such key"),
+    "a teacher behind": ("teacher.address=http://127.0.0.1:1", "there is no such key"),
+    "the teacher's own samples": (
+        "--teacher_model_name_or_path tiny --lmbda 0.5",
+        "lmbda=0.5: expected 1, all samples are the policy's",
+    ),
+    "a moving average": (
+        "teacher.hint={{answer}} teacher.weights=ema",
+        "expected one of base, live",
+    ),
     "another optimizer": ("--optim adafactor", "AdamW is the optimizer"),
     "masters or gradients": ("optimizer.offload=masters", "expected true or false"),
     "training on a part": ("model.frozen_layers=3", "model.frozen_layers: there is no such key"),

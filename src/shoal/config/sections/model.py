@@ -180,9 +180,10 @@ class TeacherSection:
             "1 with teacher.divergence=sampled, whose samples of the policy estimate KL(policy, "
             "teacher) alone; or teacher.divergence=full or topk",
         )
-        entries = _SEVERAL.fullmatch(self.path) is not None and self.path.count(",") + 1
+        are_several = bool(_SEVERAL.fullmatch(self.path))
+        num_entries = self.path.count(",") + 1
         require(
-            not entries or len(self.paths) == entries,
+            not are_several or len(self.paths) == num_entries,
             "teacher.path",
             self.path,
             "a name for each teacher that no other has, as in math=./a,code=./b",

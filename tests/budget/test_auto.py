@@ -93,6 +93,32 @@ def test_a_replica_has_the_least_devices_that_hold_it(model, devices, settings, 
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "devices", "settings", "expert"),
+    [
+        # in parts, decoding would not fit: 192 columns of an expert have another layout
+        ("qwen3-30b-a3b", tpu("v6e", 8, 8), {"fsdp": 64}, 4),
+        ("qwen3-30b-a3b", tpu("v6e", 8, 8), {"fsdp": 16, "expert": 4}, 4),
+        ("qwen3-30b-a3b", V6E, {"fsdp": 8, "sampler_tensor": 2}, 2),
+        # the trainer's experts are in parts, which the sampler may share
+        ("qwen3-30b-a3b", V6E, {"fsdp": 4, "tensor": 2, "sampler_tensor": 2}, 1),
+        ("qwen3-30b-a3b", gpu("h200", 1, 1), {}, 1),
+        ("qwen3.5-9b", V6E, {"fsdp": 8}, 1),  # without experts
+    ],
+)
+def test_a_replicas_devices_share_experts_by_their_number(model, devices, settings, expert):
+    made = run_roles(config(**settings), model_named(model).architecture, devices)
+    assert made.sampler.expert == expert
+    assert made.trainer.expert == settings.get("expert", 1)
+
+
+def test_experts_whose_number_a_replica_does_not_divide_are_split_by_features():
+    a = model_named("qwen3-30b-a3b").architecture
+    odd = replace(a, experts=replace(a.experts, num_experts=126))
+    made = run_roles(config(fsdp=8, sampler_tensor=4), odd, V6E)
+    assert (made.sampler.tensor, made.sampler.expert) == (4, 1)
+
+
 def test_of_several_processes_a_replica_has_no_more_devices_than_each(monkeypatch):
     def process_count():
         return 16

@@ -61,6 +61,7 @@ from shoal.model.parameters import (
     without_adapter,
 )
 from shoal.model.published import MODELS
+from shoal.model.recurrence import SequenceRecurrence, delta_net
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
 from shoal.sampler.engine import Engine
@@ -108,8 +109,22 @@ def kernels(weights: Any) -> dict[str, Adapted]:
 
 @pytest.mark.parametrize(
     ("a", "number"),
-    [(QWEN3, 0), (HYBRID, 3), (replace(QWEN3, pattern=(Layer(head_dim=4, num_kv_heads=1),)), 0)],
-    ids=["plain", "with an output gate", "with other heads"],
+    [
+        (QWEN3, 0),
+        (HYBRID, 3),
+        (replace(QWEN3, pattern=(Layer(head_dim=4, num_kv_heads=1),)), 0),
+        (adapted(QWEN3), 0),
+        (adapted(replace(QWEN3, qkv_bias=True)), 0),
+        (adapted(replace(HYBRID, quantised="int8")), 3),
+    ],
+    ids=[
+        "plain",
+        "with an output gate",
+        "with other heads",
+        "with an adapter",
+        "with biases and an adapter",
+        "of 8 bits with an adapter",
+    ],
 )
 def test_joined_products_are_the_three(a, number):
     model, parameters = Model(a, ROLE), random_parameters(a)
@@ -123,6 +138,53 @@ def test_joined_products_are_the_three(a, number):
         strict=True,
     ):
         assert found.shape == expected.shape and relative(found, expected) < 1e-6
+
+
+DELTA_PRODUCTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+
+
+@pytest.mark.parametrize("targets", [(), DELTA_PRODUCTS], ids=["plain", "with an adapter"])
+def test_joined_products_of_a_delta_net_are_the_four(targets):
+    a = adapted(HYBRID, Adapter(3, 6.0, targets)) if targets else HYBRID
+    model, parameters = Model(a, ROLE), random_parameters(a)
+    weights = by_layer(model, parameters.blocks)[0]
+    together = products_joined(weights)
+    assert together.delta_net.z is together.delta_net.b is together.delta_net.a is None
+    h = jax.random.normal(jax.random.key(0), (2, 3, a.hidden_size))
+    recurrence = SequenceRecurrence(a.delta_net_sizes, ROLE, jnp.asarray([3, 2]))
+    for found, expected in zip(
+        jax.tree.leaves(delta_net(model, together.delta_net, h, recurrence, None)),
+        jax.tree.leaves(delta_net(model, weights.delta_net, h, recurrence, None)),
+        strict=True,
+    ):
+        assert found.shape == expected.shape and relative(found, expected) < 1e-5
+
+
+def test_where_some_products_alone_have_an_adapter_they_stay_apart():
+    for a, number in (
+        (adapted(QWEN3, Adapter(3, 6.0, ("q_proj", "v_proj"))), 0),
+        (adapted(HYBRID, Adapter(3, 6.0, ("in_proj_qkv",))), 0),
+    ):
+        weights = by_layer(Model(a, ROLE), random_parameters(a).blocks)[number]
+        assert jax.tree.structure(products_joined(weights)) == jax.tree.structure(weights)
+
+
+def test_adapters_of_gate_and_up_share_their_first_product():
+    a = adapted(QWEN3)
+    weights = by_layer(Model(a, ROLE), random_parameters(a).blocks)[0]
+    together = products_joined(weights)
+    assert together.gate.a is together.up.a
+    h = jax.random.normal(jax.random.key(0), (5, a.hidden_size))
+    for name in ("gate", "up"):
+        found, expected = linear(getattr(together, name), h), linear(getattr(weights, name), h)
+        assert relative(found, expected) < 1e-6
+
+    def both(h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return linear(together.gate, h), linear(together.up, h)
+
+    # two kernels, two second matrices, and one first
+    text = jax.jit(both).lower(h).compile().as_text()
+    assert len(re.findall(r"f32\[5,6\]\S* dot\(", text)) == 1
 
 
 @pytest.mark.parametrize(("scale", "folds"), [(4.0, True), (0.5, True), (3.0, False)])
@@ -143,10 +205,9 @@ def test_a_scale_that_is_a_power_of_two_is_folded_with_the_same_bits(scale, fold
 @pytest.mark.parametrize(
     "a", [QWEN3, LLAMA2, replace(QWEN3, qkv_bias=True)], ids=["qwen3", "llama", "with biases"]
 )
-def test_on_a_gpu_an_adapters_products_stay_three(a, monkeypatch):
-    """Those of q, k and v are joined for decoding where they have none. Joined, a's columns would
-    be three times b's rows, which ended every run with an adapter on a GPU whose model has no
-    biases."""
+def test_on_a_gpu_an_adapters_products_are_joined_too(a, monkeypatch):
+    """The columns of a are then three times the rows that each b had, which once ended every run
+    with an adapter on a GPU whose model has no biases."""
     monkeypatch.setattr(Role, "platform", "gpu")
 
     def decode_kernel_refusal(model, layer=None):
@@ -168,7 +229,7 @@ def test_on_a_gpu_an_adapters_products_stay_three(a, monkeypatch):
             lambda blocks, model=model: products_joined(by_layer(model, blocks)[0]),
             published_shapes(model).blocks,
         )
-        assert (layer.k is None) == (one is a)
+        assert layer.k is None
 
 
 def float64_logprobs(

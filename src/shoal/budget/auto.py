@@ -69,7 +69,8 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     """Returns the meshes of a run's roles for a model of architecture `a`, with
     `mesh.sampler_tensor` decided if it is open: `mesh.tensor` if the sampler's weights fit that
     way, else the fewest devices that they fit on. If the devices' memory is not known, like that of
-    a CPU, it is `mesh.tensor`. ShoalError if the meshes do not divide a model. With a remote
+    a CPU, it is `mesh.tensor`. How a replica splits experts is decided too (`with_expert_split`).
+    ShoalError if the meshes do not divide a model. With a remote
     sampler the trainer's devices stand for its own."""
     if config.sampler.is_remote:
         # The workers' devices are unknown, so the trainer's stand for them.
@@ -95,12 +96,28 @@ def run_roles(config: Config, a: Architecture, devices: Sequence[Any]) -> Roles:
     for model in scored:
         check_mesh(model, roles.reference)
     memory = device_memory(devices[0])
-    if config.mesh.sampler_tensor or not memory:
+    if not config.mesh.sampler_tensor and memory:
+        tensor = replica_size(config, a, roles, memory)
+        if tensor != roles.sampler.tensor:
+            mesh = replace(config.mesh, sampler_tensor=tensor)
+            roles = make_roles(mesh, devices, hidden_size)
+    return with_expert_split(roles, a)
+
+
+def with_expert_split(roles: Roles, a: Architecture) -> Roles:
+    """Returns the roles of a model, with experts split by their number over the devices of a
+    sampler's replica where that is possible: if these divide the number. They all have the
+    replica's tokens, so no token is exchanged, and each expert is whole. In parts, 192 of the 768
+    columns of Qwen3-30B-A3B's experts on each of 4 devices, XLA for TPU copied all experts into
+    another layout. Experts stay in parts if the trainer's are, in as many: the sampler may then
+    share the trainer's arrays. Other models' roles are returned as they are."""
+    sampler = roles.sampler
+    if a.experts is None or sampler.tensor == roles.trainer.tensor:
         return roles
-    tensor = replica_size(config, a, roles, memory)
-    if tensor == roles.sampler.tensor:
+    if a.experts.num_experts % sampler.tensor:
         return roles
-    return make_roles(replace(config.mesh, sampler_tensor=tensor), devices, hidden_size)
+    rules = dict(sampler.rules) | {"experts": "tensor"}
+    return replace(roles, sampler=replace(sampler, rules=tuple(rules.items())))
 
 
 def replica_size(config: Config, a: Architecture, roles: Roles, memory: int) -> int:

@@ -24,6 +24,7 @@ from shoal.budget.auto import (
     decided_remat,
     run_roles,
     trained_model,
+    with_expert_split,
 )
 from shoal.budget.budget import Budget
 from shoal.budget.memory import parameter_count, reference_architecture
@@ -467,14 +468,15 @@ class Job(StagedJob):
     def roles(self) -> Roles:
         """Returns the mesh of each role for this model. In training: `requested_roles` with each
         replica of the sampler over as many devices as its weights need. A command that only samples
-        uses `requested_roles`, because it has no trainer to share the devices with. Side effects in
+        uses `requested_roles`, because it has no trainer to share the devices with. How a replica
+        splits experts is decided in both (`with_expert_split`). Side effects in
         training: decides `mesh.sampler_tensor` if it was left open, and prints a note if a replica
         has other devices than were requested."""
         roles = self.requested_roles
-        if not self.trains:
-            return roles
-        mesh = self.mesh
         architecture = self.model_source.architecture
+        if not self.trains:
+            return with_expert_split(roles, architecture)
+        mesh = self.mesh
         roles = run_roles(replace(self.requested, mesh=mesh), architecture, self.devices)
         requested_tensor = mesh.sampler_tensor or mesh.tensor
         config = self.decide_sampler_tensor(roles)

@@ -137,22 +137,64 @@ def habits_of(model: Model, is_decoding: bool) -> Habits:
 
 
 def products_joined(block: Block) -> Block:
-    """Returns a layer's block with the weights of q, k and v in one array, in the place of q's, and
-    None for k and v: one product instead of three. Returns the block itself if the weights cannot
-    be joined, because they have an adapter (whose weights are products of two) or are of different
-    classes, for example if one has a bias and another none."""
-    kernel = block.q.kernel if isinstance(block.q, Biased) else block.q
-    weights = block.q, block.k, block.v
-    kinds = {jax.tree.structure(weight) for weight in weights}
-    if isinstance(kernel, Adapted) or len(kinds) > 1:
+    """Returns a layer's block in which products of the same input are one: of attention q, k and v,
+    in the place of q's, of a delta net qkv, z, b and a, in the place of qkv's. The others are then
+    None. Weights that are of different classes, for example if one has a bias and another none,
+    stay as they are. Of an MLP, whose matrices are too large to be copied, only the first products
+    of its adapters are one (`_with_one_first_product`)."""
+    gate, up = _with_one_first_product(block.gate, block.up)
+    block = replace(block, gate=gate, up=up)
+    if block.delta_net is not None:
+        w = block.delta_net
+        joined = _side_by_side(w.qkv, w.z, w.b, w.a)
+        if joined is None:
+            return block
+        return replace(block, delta_net=replace(w, qkv=joined, z=None, b=None, a=None))
+    joined = _side_by_side(block.q, block.k, block.v)
+    if joined is None:
         return block
-
-    def side_by_side(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Concatenates along the last dimension, the outputs."""
-        return jnp.concatenate([q, k, v], -1)
-
-    joined = jax.tree.map(side_by_side, block.q, block.k, block.v)
     return replace(block, q=joined, k=None, v=None)
+
+
+def _side_by_side(*weights: Weight | None) -> Weight | None:
+    """Returns the weight whose product with an input has the columns of all products of `weights`
+    with it, in their order; None if these are of different classes."""
+    kinds = {jax.tree.structure(weight) for weight in weights}
+    if len(kinds) > 1:
+        return None
+
+    def columns(*arrays: jax.Array) -> jax.Array:
+        return jnp.concatenate(arrays, -1)
+
+    def joined(*parts: Any) -> Any:
+        """Joins weights of one class, or their kernels."""
+        first = parts[0]
+        if isinstance(first, Biased):
+            kernel = joined(*(part.kernel for part in parts))
+            return Biased(kernel, columns(*(part.bias for part in parts)))
+        if isinstance(first, Adapted):
+            # Each adapter's second matrix multiplies its own columns of the first product alone.
+            return Adapted(
+                kernel=joined(*(part.kernel for part in parts)),
+                a=columns(*(part.a for part in parts)),
+                b=jax.scipy.linalg.block_diag(*(part.b for part in parts)),
+                scale=first.scale,
+            )
+        return jax.tree.map(columns, *parts)
+
+    return joined(*weights)
+
+
+def _with_one_first_product(gate: Any, up: Any) -> tuple[Any, Any]:
+    """Returns gate and up with both adapters' first matrices side by side in each, and zeros in
+    their second matrices for the other's columns: the results are the same, and the compiler finds
+    that the two first products are one. Other weights are returned as they are."""
+    if not (isinstance(gate, Adapted) and isinstance(up, Adapted)):
+        return gate, up
+    a = jnp.concatenate([gate.a, up.a], -1)
+    of_gate = jnp.concatenate([gate.b, jnp.zeros((up.b.shape[0], gate.b.shape[1]), gate.b.dtype)])
+    of_up = jnp.concatenate([jnp.zeros((gate.b.shape[0], up.b.shape[1]), up.b.dtype), up.b])
+    return replace(gate, a=a, b=of_gate), replace(up, a=a, b=of_up)
 
 
 def scales_folded(block: Block) -> Block:

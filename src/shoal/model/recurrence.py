@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from shoal.mesh import Role
@@ -64,17 +65,23 @@ def delta_net(
     sizes = a.delta_net_sizes
     constrain = model.role.constrain
     rows, size, _ = h.shape
+    mixed = linear(w.qkv, h)
+    if w.z is None:  # the four weights are joined in one (`products_joined`)
+        ends = np.cumsum([sizes.conv_width, sizes.value_width, sizes.num_value_heads])
+        mixed, z, of_beta, of_decay = jnp.split(mixed, ends, axis=-1)
+    else:
+        z, of_beta, of_decay = linear(w.z, h), linear(w.b, h), linear(w.a, h)
     # Queries, keys and values stand in one array: a device that has a part of its columns has no
     # whole head of each.
-    mixed = constrain(linear(w.qkv, h), "rows", None, None)
+    mixed = constrain(mixed, "rows", None, None)
     # In float32: the state multiplies by the decay at each token.
-    wide = linear(w.a, h).astype(jnp.float32) + w.dt_bias.astype(jnp.float32)
+    wide = of_decay.astype(jnp.float32) + w.dt_bias.astype(jnp.float32)
     log_decay = -jnp.exp(w.a_log.astype(jnp.float32)) * jax.nn.softplus(wide)
-    beta = jax.nn.sigmoid(linear(w.b, h))
+    beta = jax.nn.sigmoid(of_beta)
     inputs = DeltaNetInputs(mixed, log_decay, beta)
     out: Any
     out, cache = recurrence(inputs, w.convolution, cache)
-    z = linear(w.z, h).reshape(rows, size, sizes.num_value_heads, sizes.value_dim)
+    z = z.reshape(rows, size, sizes.num_value_heads, sizes.value_dim)
     out = _gated_norm(out, z, w.norm, a.norm_eps)
     return linear(w.out, out.reshape(rows, size, sizes.value_width)), cache
 

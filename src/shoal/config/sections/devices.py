@@ -59,8 +59,8 @@ class MeshSection:
     mesh.fsdp do: for rows whose activations do not fit one device."""
     expert: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Devices that share the experts of a layer, by their number, and rows and other parameters as
-    those of mesh.fsdp do (expert parallelism). Above 1 the devices of a sampler's replica share
-    them too."""
+    those of mesh.fsdp do (expert parallelism). Above 1 the devices of a sampler's replica must
+    divide their number too."""
     trainer: str = key("", stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers
     ([0,1]); empty for all. A fraction or count takes the first devices."""

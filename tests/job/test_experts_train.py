@@ -58,6 +58,21 @@ def test_a_checkpoint_moves_between_meshes(workshop):
 
 
 @pytest.mark.slow
+def test_a_samplers_devices_share_experts_where_the_trainers_do_not(workshop):
+    split = ("mesh.fsdp=2", "mesh.sampler_tensor=2", "steps=2")
+    run = workshop.train("sampler", *SETTINGS, *split)
+    alone = workshop.train("sampler-alone", *SETTINGS, "steps=2")
+    for ours, theirs in zip(metrics(run), metrics(alone), strict=True):
+        assert ours["sampler_gap/logprob_max"] < 1e-4
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3) != 0
+    # A command that only samples takes the mesh as it is told.
+    words = ("task=gsm8k", f"task.path={workshop.data}", f"reward={workshop.rewards}:letters")
+    lengths = ("sampling.max_prompt_tokens=64", "sampling.max_completion_tokens=12")
+    mesh = ("mesh.data=2", "mesh.sampler_tensor=2")
+    assert cli.main(["eval", f"model={run}", *words, *lengths, *mesh]) == 0
+
+
+@pytest.mark.slow
 def test_an_adapter_on_shared_experts_is_trained(workshop):
     targets = "model.lora.targets=[experts.gate_up_proj,experts.down_proj]"
     run = workshop.train("adapter", *SETTINGS, *SPLIT, "model.lora.rank=2", targets)

@@ -170,14 +170,18 @@ def _side_by_side(*weights: Weight | None) -> Weight | None:
         """Joins weights of one class, or their kernels."""
         first = parts[0]
         if isinstance(first, Biased):
-            kernel = joined(*(part.kernel for part in parts))
-            return Biased(kernel, columns(*(part.bias for part in parts)))
+            kernels = [part.kernel for part in parts]
+            biases = [part.bias for part in parts]
+            return Biased(joined(*kernels), columns(*biases))
         if isinstance(first, Adapted):
+            kernels = [part.kernel for part in parts]
+            first_matrices = [part.a for part in parts]
+            second_matrices = [part.b for part in parts]
             # Each adapter's second matrix multiplies its own columns of the first product alone.
             return Adapted(
-                kernel=joined(*(part.kernel for part in parts)),
-                a=columns(*(part.a for part in parts)),
-                b=jax.scipy.linalg.block_diag(*(part.b for part in parts)),
+                kernel=joined(*kernels),
+                a=columns(*first_matrices),
+                b=jax.scipy.linalg.block_diag(*second_matrices),
                 scale=first.scale,
             )
         return jax.tree.map(columns, *parts)

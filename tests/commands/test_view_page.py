@@ -368,7 +368,7 @@ def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
         row = page.locator("table.home tbody tr").first.inner_text()
         assert f"shoal train resume={path}" in row and "optimizer.lr 0.0003" in row
         assert "50.0% → 100.0% ▲ +50.0 points" in row
-        assert "accuracy: 34.2% to 100.0%, 2 questions" in row
+        assert "held_out accuracy (greedy, 2 questions): 34.2% to 100.0%" in row
         (path / "checkpoints/6").mkdir(parents=True)  # it was stopped after its last step
         page.reload()
         settle(page, "evaluate and finish: ")

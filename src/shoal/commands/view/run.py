@@ -54,6 +54,11 @@ def overview(
     shown_events.sort(key=lambda event: event["step"])
     del shown_events[MAX_EVENTS:]
     functions = drivers(_columns_since(curves, since), weights)
+    if len(functions) == 2:
+        # A single function moves the reward alone: its figures are those of the reward.
+        shown_functions: list[dict[str, Any]] = []
+    else:
+        shown_functions = functions
     main = ["reward/mean"]
     if main_figure:
         main.append(main_figure)
@@ -63,6 +68,7 @@ def overview(
         "main": main,
         "verdict": _verdict(
             curves=curves,
+            main_figure=main_figure,
             main_curve=main_curve,
             since=since,
             functions=functions,
@@ -74,7 +80,7 @@ def overview(
         "about": about(names),
         "events": shown_events,
         "settings": settings_rows(settings, run.decided_keys),
-        "drivers": functions,
+        "drivers": shown_functions,
         "problems": sorted(run.problems.values()),
         "evaluations": evaluated,
         "checkpoints": run.checkpoints(),
@@ -109,18 +115,20 @@ def _columns_since(curves: Curves, since: int) -> dict[str, Sequence[float]]:
 
 def _verdict(
     curves: Curves,
+    main_figure: str,
     main_curve: Mapping[str, Sequence[Any]],
     since: int,
     functions: Sequence[Mapping[str, Any]],
     shown_events: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> dict[str, str]:
-    """Returns the verdict on a run (`verdict`). `main_curve`: of the evaluations; `functions`: the
-    result of `drivers`; `since`: rewards are compared only over the steps after this version;
-    `shown_events`: records of events, by step."""
+    """Returns the verdict on a run (`verdict`). `main_figure`, `main_curve`: of the evaluations;
+    `functions`: the result of `drivers`; `since`: rewards are compared only over the steps after
+    this version; `shown_events`: records of events, by step."""
     columns = _columns_since(curves, since)
     made = int(curves.last.get("step", 0))
-    return verdict(main_curve, columns, functions, shown_events, made, _steps_of(settings))
+    total = _steps_of(settings)
+    return verdict(main_figure, main_curve, columns, functions, shown_events, made, total)
 
 
 def _steps_of(settings: Mapping[str, Any]) -> int | None:
@@ -139,15 +147,16 @@ def home_row(
     """Returns the row of a run in the list of runs.
 
     began: seconds since the epoch
-    figure, ends, change: main figure of the evaluations, its first and newest value with their
-        intervals, and the sign of the change between them (None if unknown)
+    gain: the row of the main figure in the table before and after training (`before_after`), None
+        if there is none
+    figure, newest: name of the main figure of the evaluations ("" if there is none), and its newest
+        point with its interval (None if there is none)
     curve, of: a small curve and what it shows: the main figure if there are more than two
         evaluations, else the reward
     verdict: from the curves alone, without events and weights
     """
     since = run.reward_since
     figure, curve = evaluations.main_curve(since)
-    change = accuracy_change(curve)
     num_points = len(curve.get("x", ()))
     if num_points > 2:
         shown_curve = curve
@@ -155,17 +164,18 @@ def home_row(
     else:
         shown_curve = _reward_curve(curves)
         shown_figure = "reward"
-    ends = []
-    # The first and the newest point: a single one once, and none if there is no point.
-    for position in sorted({0, num_points - 1}):
-        if 0 <= position < num_points:
-            ends.append({key: values[position] for key, values in curve.items()})
+    newest = None
+    if num_points:
+        newest = {key: values[-1] for key, values in curve.items()}
     functions = drivers(_columns_since(curves, since), {})
     return {
         "began": run.began,
+        "gain": _gain(before_after(run, evaluations), figure),
         "figure": figure,
+        "newest": newest,
         "verdict": _verdict(
             curves=curves,
+            main_figure=figure,
             main_curve=curve,
             since=since,
             functions=functions,
@@ -174,9 +184,19 @@ def home_row(
         ),
         "curve": shown_curve,
         "of": shown_figure,
-        "change": change.sign if change else None,
-        "ends": ends,
     }
+
+
+def _gain(rows: Sequence[list[Any]], figure: str) -> list[Any] | None:
+    """Returns the row of a figure, such as "evaluate/held_out/accuracy", in the table before and
+    after training (`rows`); None if it has none."""
+    data_set, _, name = figure.removeprefix("evaluate/").rpartition("/")
+    title = f"{data_set} {name.replace('_', ' ')}"
+    for row in rows:
+        # The title goes on with how the figure was measured.
+        if row[0].partition(" (")[0] == title:
+            return row
+    return None
 
 
 def _reward_curve(curves: Curves) -> dict[str, list[Any]]:

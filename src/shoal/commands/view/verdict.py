@@ -181,6 +181,7 @@ def _rounded_mean(values: Sequence[float]) -> float | None:
 
 
 def verdict(
+    figure: str,
     curve: Mapping[str, Sequence[Any]],
     columns: Mapping[str, Sequence[float]],
     drivers: Sequence[Mapping[str, Any]],
@@ -191,9 +192,13 @@ def verdict(
     """Returns the verdict on a run: `level` (good, note, warning, bad or none), `text` (the
     sentence), and `detail` (the intervals as text, "" if none is known).
 
-    `curve`: the main curve of the evaluations; `columns`: metrics by step; `drivers`: the result of
-    the function `drivers`; `events`: records of spikes, warnings and the like; `steps`: the number
-    made so far, of `total` (None if unknown)."""
+    The sentence has one figure before and after, which is that of the table before and after
+    training: the accuracy, else the mean reward of the evaluations. Only of a run that was not
+    evaluated twice it has the reward in training, at the first and at the last steps.
+
+    `figure`, `curve`: name and curve of the evaluations' main figure; `columns`: metrics by step;
+    `drivers`: the result of the function `drivers`; `events`: records of spikes, warnings and the
+    like; `steps`: the number made so far, of `total` (None if unknown)."""
     # Each is None if there is too little to tell.
     accuracy = accuracy_change(curve)
     reward = reward_change(columns.get("reward/mean", ()))
@@ -206,7 +211,7 @@ def verdict(
         is_early = True
     lost = _lost(columns, drivers)
     made = count(steps, "step")
-    level, text = _sentence(curve, accuracy, reward, drivers, lost, made, is_early)
+    level, text = _sentence(figure, curve, accuracy, reward, drivers, lost, made, is_early)
     if level == "bad":
         text += _collapse(events)
     if text.startswith(("does not learn", "too early")):
@@ -228,6 +233,7 @@ def verdict(
 
 
 def _sentence(
+    figure: str,
     curve: Mapping[str, Sequence[Any]],
     accuracy: Change | None,
     reward: Change | None,
@@ -261,6 +267,7 @@ def _sentence(
             return "bad", f"{rise}, accuracy {points}: looks hacked{by_driver}"
         measured = count(curve["x"][-1], "step")
         return "bad", f"gets worse: accuracy {accuracy.shares} in {measured}"
+    evaluated = _evaluated_reward(figure, curve)
     if reward and reward.sign > 0:
         if lost and name:
             return "bad", f"{rise} in {made}, {lost}: looks hacked by {name}"
@@ -270,23 +277,65 @@ def _sentence(
                 f"{accuracy.shares} is within noise"
             )
         if accuracy:
-            known = f"accuracy {accuracy.shares} is too few questions to say"
+            return "note", (
+                f"the reward rises in {made}{driven}; accuracy {accuracy.shares} is too few "
+                "questions to say"
+            )
+        if evaluated and evaluated.after <= evaluated.before:
+            return "warning", (
+                f"{rise} in {made} of training{driven}, but not in evaluations: mean reward "
+                f"{evaluated.numbers}"
+            )
+        if evaluated:
+            measured = count(curve["x"][-1], "step")
+            text = f"mean reward {evaluated.numbers} in {measured}"
         else:
-            known = "accuracy is not measured"
-        return "note", f"the reward rises: {reward.numbers} in {made}{driven}; {known}"
+            text = f"{reward.numbers} in {made} of training"
+        return "note", f"the reward rises: {text}{driven}; accuracy is not measured"
     if reward and reward.sign < 0:
-        return "bad", f"gets worse: reward {reward.numbers} in {made}"
-    return _without_a_change(accuracy, reward, made, is_early)
+        if accuracy:
+            return "bad", f"gets worse: {rise} in {made}; accuracy {accuracy.shares}"
+        if evaluated:
+            return "bad", f"gets worse: {rise} in {made}; mean reward {evaluated.numbers}"
+        return "bad", f"gets worse: reward {reward.numbers} in {made} of training"
+    return _without_a_change(accuracy, evaluated, reward, made, is_early)
+
+
+@dataclass(frozen=True)
+class EvaluatedReward:
+    """The mean reward of the first and of the newest evaluation. Its interval is unknown."""
+
+    before: float
+    after: float
+
+    @property
+    def numbers(self) -> str:
+        """Returns the mean reward before and after, like `0.12 → 0.345`."""
+        return f"{number_text(self.before)} → {number_text(self.after)}"
+
+
+def _evaluated_reward(figure: str, curve: Mapping[str, Sequence[Any]]) -> EvaluatedReward | None:
+    """Returns the mean reward of the first and of the newest evaluation; None if the main figure of
+    the evaluations is not the mean reward, or if there are not two."""
+    if not figure.endswith("/mean_reward") or len(curve["x"]) < 2:
+        return None
+    return EvaluatedReward(curve["y"][0], curve["y"][-1])
 
 
 def _without_a_change(
-    accuracy: Change | None, reward: Change | None, made: str, is_early: bool
+    accuracy: Change | None,
+    evaluated: EvaluatedReward | None,
+    reward: Change | None,
+    made: str,
+    is_early: bool,
 ) -> tuple[str, str]:
     """Returns (level, text) of the verdict if neither accuracy nor reward has changed beyond noise:
     "too early to say" if a gain may still be hidden in the noise, else "does not learn"."""
     figures = []
     if accuracy:
         figures.append(f"accuracy {accuracy.shares}")
+    elif evaluated:
+        figures.append(f"mean reward {evaluated.numbers}")
     # True if the interval is so wide that a gain that matters is possible: LITTLE of accuracy, or,
     # if accuracy is not measured, half of the reward.
     is_wide = False
@@ -296,8 +345,9 @@ def _without_a_change(
         is_wide = reward.high > max(abs(reward.before) / 2, abs(reward.after) / 2, 1e-5)
     if reward is None or is_early or is_wide:
         return "none", f"too early to say: {', '.join([made, *figures])}"
-    figures.append(f"reward {reward.numbers}")
-    return "warning", f"does not learn: {', '.join(figures)} in {made}, within noise"
+    if not figures:
+        figures.append(f"reward {reward.numbers}")
+    return "warning", f"does not learn: {figures[0]} in {made}, within noise"
 
 
 def _strongest_driver(drivers: Sequence[Mapping[str, Any]]) -> str:

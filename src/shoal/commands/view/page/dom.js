@@ -66,6 +66,11 @@ export function changeMark(value, text, sign) {
     text: (value > 0 ? "▲ +" : value < 0 ? "▼ " : "") + text });
 }
 
+/** The change of a figure, as its row in the table before and after training has it. */
+export function gainMark(change, sign) {
+  return changeMark(Number.parseFloat(change) || 0, minus(change).replace("+", ""), sign);
+}
+
 /** Text with what stands between backticks as code. */
 export function coded(text) {
   return text.split("`").map((part, place) => (place % 2 ? el("code", { text: part }) : part));
@@ -95,11 +100,6 @@ export function minus(text) {
 /** A share in the form of the terminal: 37.0%. */
 export function percent(value) {
   return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)}%`;
-}
-
-/** The difference of two shares in the form of the terminal: 13.4 points. */
-export function points(value) {
-  return `${(100 * value).toFixed(1).replace("-", "−")} points`;
 }
 
 export function duration(seconds) {

@@ -3,7 +3,7 @@
 import { addressOf, change, goTo, here } from "./address.js";
 import { sparkline } from "./charts.js";
 import { load } from "./data.js";
-import { asText, changeMark, count, duration, el, minus, num, percent, points, replace, stateBox } from "./dom.js";
+import { asText, count, duration, el, gainMark, minus, num, percent, replace, stateBox } from "./dom.js";
 import { isFound, tagList } from "./notes.js";
 import { textNodes } from "./text.js";
 
@@ -60,7 +60,7 @@ function drawRows(view) {
 }
 
 function homeRow(view, record) {
-  const { name, progress: { state, step, steps, seconds_left: left }, ends: [first, last], verdict: { level, text } } = record;
+  const { name, progress: { state, step, steps, seconds_left: left }, gain, newest, verdict: { level, text } } = record;
   if (!view.boxes.has(name)) {
     view.boxes.set(name, el("input", { type: "checkbox", "aria-label": `compare ${name}`, on: { change: (event) => {
       if (event.target.checked) view.chosen.add(name);
@@ -71,7 +71,6 @@ function homeRow(view, record) {
   const began = new Date(record.began * 1000).toLocaleString([], { day: "numeric", month: "short", hour: "2-digit",
     minute: "2-digit" });
   const cut = name.lastIndexOf("/") + 1, format = record.figure.endsWith("/accuracy") ? percent : num;
-  const gain = last ? last.y - first.y : 0;
   return el("tr", {}, el("td", {}, view.boxes.get(name)),
     el("td", { class: "name" }, el("a", { href: addressOf("run", { run: name }), dir: "auto" },
       cut ? el("span", { class: "folder", text: name.slice(0, cut) }) : null, name.slice(cut)), el("div", { class: "faint", text: began }),
@@ -82,9 +81,7 @@ function homeRow(view, record) {
     state === "finished" ? el("span", { class: "faint", text: ` ${count(step, "step")}` })
       : left ? el("span", { class: "faint", text: `${duration(left)} left` }) : null),
     el("td", { class: "spark" }, sparkline(record.curve, `${record.of} of ${name}`), el("div", { class: "faint", text: record.curve.y.length ? record.of : "" })),
-    el("td", { class: "change" }, first ? [format(first.y), last ? ` → ${format(last.y)}` : "",
-      last ? [" ", changeMark(gain, format === percent ? points(gain) : num(gain), record.change)] : null,
-      el("div", { class: "faint", text: intervalOf(last ?? first, format, record.figure.split("/").pop().replace("_", " ")) })] : el("span", { class: "faint", text: "not evaluated" })),
+    el("td", { class: "change" }, gain ? gainOf(gain, newest, format) : el("span", { class: "faint", text: "not evaluated" })),
     el("td", { class: "chips" }, record.chips.slice(0, MOST_CHIPS).map(([key, value]) => el("span", { class: "chip" },
       `${key} `, el("b", { text: shortValue(value) }))),
     record.chips.length > MOST_CHIPS ? el("span", { class: "faint", text: `+${record.chips.length - MOST_CHIPS}` }) : null));
@@ -99,9 +96,11 @@ export function progressOf({ state, step, steps, saved, resume, cause }) {
       el("code", { text: resume }))] : badge;
 }
 
-function intervalOf({ low, high, n }, format, figure) {
-  return [low === null || low === undefined ? figure : `${figure}: ${format(low)} to ${format(high)}`, n ? count(n, "question") : ""]
-    .filter(Boolean).join(", ");
+/** The run's main figure before and after training, as in its table, and the interval of the newest evaluation. */
+function gainOf([title, before, after, change, sign], newest, format) {
+  const { low = null, high = null } = newest ?? {};
+  return [minus(before), after === "-" ? "" : ` → ${minus(after)} `, change ? gainMark(change, sign) : null,
+    el("div", { class: "faint", text: low === null ? title : `${title}: ${format(low)} to ${format(high)}` })];
 }
 
 function shortValue(value) {

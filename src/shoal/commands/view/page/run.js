@@ -5,7 +5,7 @@ import { addressOf, change, goTo, here, remember, remembered } from "./address.j
 import { Chart, varies } from "./charts.js";
 import { comparisonBlock } from "./compare.js";
 import { isFile, load } from "./data.js";
-import { asText, card, changeMark, coded, count, duration, el, minus, num, replace, stateBox, table, tableCard } from "./dom.js";
+import { asText, card, changeMark, coded, count, duration, el, gainMark, minus, num, replace, stateBox, table, tableCard } from "./dom.js";
 import { progressOf } from "./home.js";
 import { exampleLink, findingsIn, readFindings } from "./lint.js";
 import { Notes, tagList } from "./notes.js";
@@ -173,7 +173,7 @@ function drawFacts(view) {
   const several = view.names.length > 1;
   replace(view.parts.facts, several ? comparisonBlock(view) : null, view.records.map((record) => {
     const of = several ? ` of ${record.name}` : "", rows = record.table.map(([figure, before, after, change, sign]) =>
-      [figure, minus(before), minus(after), changeMark(Number.parseFloat(change) || 0, minus(change).replace("+", ""), sign)]);
+      [figure, minus(before), minus(after), gainMark(change, sign)]);
     return several ? el("div", { class: "flat" }, driversCard(record, of), eventsCard(record, of)) : el("div", { class: "columns" },
       tableCard("Before and after", ["figure", "before", "after", "change"], rows, "No evaluation so far."),
       el("div", {}, driversCard(record, of), eventsCard(record, of)));
@@ -182,14 +182,13 @@ function drawFacts(view) {
 
 function driversCard({ drivers }, of) {
   if (!drivers.length) return null;
-  const [{ first, last, over }, ...functions] = drivers;
+  const [{ over }, ...functions] = drivers;
   return card(`What moves the reward in training${of}`, table(["function", "weight", "first", "last", "adds"], functions.map((row) => [
     row.function, num(row.weight), num(row.first), num(row.last), row.adds === null ? "–"
       : changeMark(row.adds, num(row.adds), row.sign * row.weight)]),
-  `What moves the reward in training${of}`), el("p", {}, `On training prompts the reward went from ${num(first)} to ${num(last)}.`),
+  `What moves the reward in training${of}`),
   el("p", { class: "faint", text: (over === 1 ? "The first and the last step" : `Means of the first and the last ${over} steps`)
-    + ", sampled; what the change adds to the reward, by the function's weight. Evaluations ask other questions: their figures "
-    + "stand under Before and after." }));
+    + " of training, sampled; what the change adds to the reward, by the function's weight." }));
 }
 
 function eventsCard(record, of) {

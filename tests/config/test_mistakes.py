@@ -48,6 +48,7 @@ train batches.yml                     | steps and num_batches both set steps; wr
 train max_target_length=256           | expected more than max_prefill_predict_length=256
 train steps=1.5                       | steps='1.5' | whole number
 train steps=-1                        | steps=-1 | 0 or more
+train price=-2.5                      | price=-2.5 | 0 (not known) or more
 train steps==5                        | steps='=5'
 train steps= 5                        | '5': expected key=value, without spaces
 train steps 5                         | write steps=VALUE

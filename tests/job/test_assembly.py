@@ -64,7 +64,7 @@ def family(request, tmp_path_factory) -> tuple[Workshop, Path]:
     )
     forget_programs()  # compilations are counted
     return workshop, workshop.train(
-        "run", "model.template=", "sampling.max_prompt_tokens=256", "seed=3"
+        "run", "model.template=", "sampling.max_prompt_tokens=256", "seed=3", "price=3600"
     )
 
 
@@ -207,6 +207,10 @@ def test_evaluations_and_summary(family):
     phases = summary["seconds_by_phase"]
     assert {"start", "evaluate", "sample", "reward", "update", "checkpoint"} <= set(phases)
     assert 0 < sum(phases.values()) <= summary["seconds_total"]
+    # 3600 an hour: a second costs 1
+    for row in metrics(run):
+        assert row["cost/step"] == pytest.approx(row["time/step_seconds"])
+    assert summary["cost"] == pytest.approx(summary["seconds_total"], rel=0.01)
     assert summary["sample_tokens_per_second"] == pytest.approx(
         sum(row["tokens/sampled"] for row in metrics(run)) / phases["sample"]
     )

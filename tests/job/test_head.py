@@ -17,7 +17,7 @@ from shoal.budget import auto
 from shoal.budget.auto import run_roles
 from shoal.budget.memory import AvailableMemory, parameter_count
 from shoal.commands import doctor as doctor_module
-from shoal.config.derived import for_devices, staleness_text
+from shoal.config.derived import for_devices, price_per_hour, price_text, staleness_text
 from shoal.config.merge import compose
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import LoraSection, ModelSection
@@ -76,6 +76,20 @@ def test_a_run_says_what_it_will_do_with_what(workshop):
     )
     assert lines["memory"].startswith("at least ") and "KV caches" in lines["memory"]
     assert len(lines) <= 12
+
+
+def test_the_price_of_an_hour_counts_the_samplers_devices(workshop):
+    assert "price: 2.5 a device and hour, 2.5 an hour for 1 device" in head_of(
+        workshop, "price=2.5"
+    )
+    config, _ = compose(
+        "train",
+        ["price=2", "sampler.kind=ray", "sampler.workers=3", "sampler.devices_per_worker=4"],
+    )
+    assert price_text(config, 8) == "2 a device and hour, 40 an hour for 20 devices"
+    urls = "vllm.urls=[http://a:1,http://b:1]"
+    config, _ = compose("train", ["price=2", "sampler.kind=vllm", urls])
+    assert price_per_hour(config, 8) == 20
 
 
 @pytest.mark.parametrize(

@@ -242,10 +242,20 @@ def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
     calibration.write_text(
         json.dumps({"device": "cpu", "devices": 8, "jax": "0.10.2", "figures": figures})
     )
-    timed = [*(word for word in words if word != "json=true"), f"calibration={calibration}"]
+    timed = [
+        *(word for word in words if word != "json=true"),
+        f"calibration={calibration}",
+        "price=1000",
+        "steps=20",
+    ]
     assert cli.main(timed) == 0
     said = capsys.readouterr()
-    assert "; a step with completions of 64 tokens takes about" in said.out
+    cost = re.search(
+        r"; a step with completions of 64 tokens takes about \S+ s and costs ([\d.]+) \(20 steps: "
+        r"([\d.]+)\)",
+        said.out,
+    )
+    assert cost and float(cost[2]) == pytest.approx(20 * float(cost[1]), rel=0.01)
     assert (
         "measured on 8 cpus with JAX 0.10.2, in place of what the maker says: hbm 2e+10 (1e+10 to "
         "3e+10)" in said.out

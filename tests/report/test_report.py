@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections import Counter
 from datetime import datetime
 from fractions import Fraction
@@ -644,6 +645,37 @@ def test_groups_of_an_evaluation_lie_beside_those_of_the_step(tmp_path):
     assert "advantage" not in first and "trainer_logprobs" not in first
 
 
+def test_a_run_that_is_resumed_at_another_price_keeps_what_it_cost(tmp_path):
+    def recorder(folder: RunWriter, price: float) -> Recorder:
+        return Recorder(
+            folder,
+            Console(io.StringIO()),
+            1,
+            False,
+            lambda _: RolloutStats(),
+            lambda: 0,
+            lambda: 0,
+            started=time.perf_counter() - 10,
+            price_per_hour=price,
+        )
+
+    with RunWriter.create(tmp_path, "first") as folder:
+        first = recorder(folder, 3600.0)
+        state = first.state()
+        assert state["cost"] == pytest.approx(10, abs=1)
+        second = recorder(folder, 7200.0)
+        second.restore(state, 0, evaluated=False)
+        assert second.cost == pytest.approx(10 + 20, abs=1)
+        # Without a price then, the present one stands for it.
+        third = recorder(folder, 7200.0)
+        third.restore(state | {"cost": 0.0}, 0, evaluated=False)
+        assert third.cost == pytest.approx(20 + 20, abs=1)
+        unpriced = recorder(folder, 0.0)
+        assert unpriced._summary(0).cost is None
+        for each in (first, second, third, unpriced):
+            each.close()
+
+
 def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp_path):
     """Groups of equal rewards enter no update: their tokens were counted as trained on."""
     stream, stats = io.StringIO(), RolloutStats(tokens=8, counters=Counter(tokens=8))
@@ -877,6 +909,7 @@ def test_the_summary_compares_before_and_after():
                     sample_tokens_per_second=1500.0,
                     train_tokens_per_second=None,
                     num_compilations=1200,
+                    cost=0.0456,
                 )  # type: ignore[arg-type]
             ),
             account_text({"sampled": 4321, "trained": 4000, "lost": 0, "unused": 321}),
@@ -888,7 +921,7 @@ def test_the_summary_compares_before_and_after():
         "+24.0 points"
     )
     assert (
-        "1 step in 1:33: sampling 1.5k tokens/s, training -, with the compilation of 1,200 programs"
+        "1 step in 1:33 for 0.0456: sampling 1.5k tokens/s, training -, with the compilation of 1,200 programs"
         in lines
     )
     assert "4,321 tokens sampled: 4,000 trained on, 321 unfinished" in lines

@@ -116,6 +116,8 @@ def test_clocks_are_what_a_machine_decides():
         "time/sample_seconds",
         "time/reward_seconds",
         "time/update_seconds",
+        "cost/step",
+        "cost/run",
         "throughput/sample_tokens_per_second",
         "throughput/train_tokens_per_second",
         "memory/peak_bytes",

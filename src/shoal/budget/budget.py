@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shoal.config.derived import oldest_samples
+from shoal.config.derived import oldest_samples, price_per_hour
 from shoal.config.train import Config
-from shoal.text import gib, seconds_text
+from shoal.text import count, gib, number_text, seconds_text
 from shoal.trainer.schedule import schedule_of, step_seconds
 
 _PHASES: Mapping[str, str] = {
@@ -544,9 +544,27 @@ def sizes_text(parts: Sequence[tuple[str, int]]) -> str:
     return ", ".join(f"{part} {gib(size)}" for part, size in parts if size)
 
 
+def _cost_text(budget: Budget) -> str:
+    """Returns a text like ` and costs 0.01 to 0.02 (40 steps: 0.4 to 0.8)`, by the two bounds of a
+    step's seconds that can occur; '' if `price` is not known. The seconds must be known."""
+    price = price_per_hour(budget.config, budget.num_used_devices)
+    if not price:
+        return ""
+    _, low, high = budget.step_seconds
+
+    def cost(steps: int) -> str:
+        """Returns the cost of so many steps, as one figure if the two bounds have the same text."""
+        least = number_text(price * steps * low / 3600)
+        most = number_text(price * steps * high / 3600)
+        return least if least == most else f"{least} to {most}"
+
+    steps = budget.config.steps
+    return f" and costs {cost(1)} ({count(steps, 'step')}: {cost(steps)})"
+
+
 def verdict(budget: Budget) -> str:
-    """Returns the last line of a plan: whether the job fits, the memory it needs, the seconds of a
-    step if they are known, and the first piece of advice if there is any."""
+    """Returns the last line of a plan: whether the job fits, the memory it needs, the seconds
+    and the cost of a step if they are known, and the first piece of advice if there is any."""
     leaves_free = budget.fits(FULL)
     if not budget.fits():
         text = "does not fit"
@@ -568,6 +586,7 @@ def verdict(budget: Budget) -> str:
             seconds += f" to {seconds_text(high)}"
         tokens = budget.config.sampling.max_completion_tokens
         text += f"; a step with completions of {tokens:,} tokens takes about {seconds}"
+        text += _cost_text(budget)
     if not budget.advice:
         return text
     advice = budget.advice[0].text

@@ -27,7 +27,7 @@ from shoal.checks.inputs import set_sizes
 from shoal.checks.reward import ModelText, model_text_maker, probe, reward_findings, score_text
 from shoal.checks.settings import check_lr_for_size
 from shoal.config.commands import DoctorConfig
-from shoal.config.derived import evaluation_completions
+from shoal.config.derived import evaluation_completions, price_per_hour
 from shoal.findings import Finding, Findings
 from shoal.job.job import Job
 from shoal.job.memory import job_budget, judge_memory
@@ -42,7 +42,7 @@ from shoal.job.step_trial import (
 from shoal.records import Example, Params
 from shoal.report.console import Console
 from shoal.runs.diagnosis import row_named
-from shoal.text import count
+from shoal.text import count, number_text
 
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.0125}
 """Type of the model -> the largest expected difference between the sampler's and the trainer's
@@ -210,7 +210,13 @@ def check_step(job: Job, tries: bool) -> StepRecords:
     measured = trial_budget(budget, trial, job.engines)
     records.memory, records.advice = report_memory(job, measured, available)
     records.time = vars(times)
-    job.findings.of("time").ok(times.describe())
+    text = times.describe()
+    price = price_per_hour(job.config, job.roles.num_devices)
+    if price:
+        a_step = number_text(price * times.step_seconds / 3600)
+        the_run = number_text(price * times.run_seconds / 3600)
+        text += f". A step costs about {a_step}, the run {the_run}"
+    job.findings.of("time").ok(text)
     if not records.advice:  # the memory suffices: what would save most time
         advice = best_advice(job.config, measured, job.budget_for, times, available)
         records.advice = advice

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.config.choices import CORRECTIONS
 from shoal.config.train import Config
 from shoal.records import ShoalError
-from shoal.text import count
+from shoal.text import count, number_text
 
 MICRO_TOKENS = 2**12
 """Default of `batch.micro_tokens` on accelerators. 8B on 8 v6e has room for a few more: 4,352 need
@@ -168,6 +168,31 @@ def staleness_text(config: Config, own_devices: bool) -> str:
 def num_updates(config: Config) -> int:
     """Returns the number of the optimizer's updates in a whole run."""
     return config.steps * config.algorithm.num_epochs * config.algorithm.num_minibatches
+
+
+def num_paid_devices(config: Config, num_devices: int) -> int:
+    """Returns how many devices a run needs: `num_devices` of its own processes, and those of
+    samplers in Ray or vLLM, which each have `sampler.devices_per_worker`, unless they share a GPU
+    with the trainer."""
+    if not config.sampler.is_remote or config.shares_gpu:
+        return num_devices
+    return num_devices + config.num_workers * config.sampler.devices_per_worker
+
+
+def price_per_hour(config: Config, num_devices: int) -> float:
+    """Returns the price of all devices of a run for an hour, 0 if `price` is not known.
+    `num_devices`: of the run's own processes."""
+    return config.price * num_paid_devices(config, num_devices)
+
+
+def price_text(config: Config, num_devices: int) -> str:
+    """Returns a line like `2.5 a device and hour, 20 an hour for 8 devices`; '' if `price` is not
+    known. `num_devices`: of the run's own processes."""
+    if not config.price:
+        return ""
+    all_devices = number_text(price_per_hour(config, num_devices))
+    devices = count(num_paid_devices(config, num_devices), "device")
+    return f"{number_text(config.price)} a device and hour, {all_devices} an hour for {devices}"
 
 
 def longest_sequence(config: Config) -> int:

@@ -61,6 +61,9 @@ class Config:
     recipe: str = key("", stages=(), on_resume="warn")
     """All defaults of another system, loaded under your own keys: trl, verl, maxtext, tunix,
     torchrl, scalerl."""
+    price: float = key(0.0, stages=())
+    """Price of a device for an hour, in any currency: the run and the plan then say what they cost;
+    0 for not known."""
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)
@@ -85,6 +88,7 @@ class Config:
         contradict each other, or if `steps` is negative. The sections have checked the ranges of
         their own values. The first fault found is raised."""
         at_least(self, "", 0, "steps")
+        at_least(self, "", 0, "price", note="not known")
         require(
             self.optimizer.reduce_dtype == "float32" or self.model.dtype in ("auto", "bfloat16"),
             "optimizer.reduce_dtype",

@@ -16,6 +16,7 @@ from shoal.checks.inputs import devices_text
 from shoal.checks.settings import stop_on_warnings
 from shoal.config.derived import (
     learning_rate_text,
+    price_text,
     staleness_text,
     step_text,
     their_sizes,
@@ -59,6 +60,7 @@ def print_head(job: Job) -> None:
         "prompts": f"{lengths}, each answered by at most {config.sampling.max_completion_tokens:,} "
         f"tokens",
         "sampler": slots_text(config, roles, model.architecture),
+        "price": price_text(config, roles.num_devices),
         "samples": staleness_text(config, roles.disaggregated or config.sampler.is_remote),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
     }

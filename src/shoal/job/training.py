@@ -15,7 +15,7 @@ import jax
 
 from shoal.buckets import RUNS, address, area_of, cache_path
 from shoal.chat.tokenizer_files import read_date, write_date
-from shoal.config.derived import needs_first_weights
+from shoal.config.derived import needs_first_weights, price_per_hour
 from shoal.config.key import shown
 from shoal.config.keywords import FROM_PYTHON
 from shoal.config.stored import difference_from_defaults, texts_of, to_dict, to_yaml
@@ -350,6 +350,7 @@ def open_recorder(
         started=job.started,
         warnings_stop=config.train.on_warning == "stop",
         completions_every=config.report.completions_every,
+        price_per_hour=price_per_hour(config, job.roles.num_devices),
     )
     return job.stack.enter_context(closing(recorder))
 

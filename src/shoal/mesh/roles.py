@@ -290,6 +290,14 @@ class Roles:
         return self.trainer, self.sampler, self.reference
 
     @property
+    def num_devices(self) -> int:
+        """Number of devices that have a role, in all processes."""
+        used: set[Any] = set()
+        for role in self.all:
+            used.update(role.mesh.devices.flat)
+        return len(used)
+
+    @property
     def disaggregated(self) -> bool:
         """True if the sampler and the trainer share no device."""
         return set(self.trainer.mesh.devices.flat).isdisjoint(self.sampler.mesh.devices.flat)

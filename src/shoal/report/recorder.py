@@ -98,6 +98,7 @@ class Recorder:
     # number of steps between answers in the terminal, and tables of them for the sinks; 0: none
     completions_every: int = 0
     followed: Followed | None = None  # the recipe whose band evaluations are held against
+    price_per_hour: float = 0.0  # of all devices of the run; 0: not known
     _exhausted: bool = False
     # seconds per completion of the last evaluation in which nothing was compiled
     _evaluation_rate: float | None = None
@@ -107,6 +108,8 @@ class Recorder:
 
     def __post_init__(self) -> None:
         self._groups = GroupWriter(self.folder.write_groups, self.folder.path)
+        self._process_started = self.started  # `restore` moves `started`
+        self._cost_before = 0.0  # of the processes before this one
 
     # -- steps
 
@@ -167,6 +170,9 @@ class Recorder:
         metrics.add("time/reward_seconds", stats.reward_seconds)
         metrics.add("throughput/sample_tokens_per_second", stats.tokens, stats.busy_seconds)
         metrics.add("time/step_seconds", record.seconds)
+        if self.price_per_hour:
+            metrics.add("cost/step", self.price_per_hour * record.seconds / 3600)
+            metrics.add("cost/run", self.cost)
         if stats.sampler_idle is not None:  # the samplers have devices of their own
             trainer_idle = (stats.sample_seconds + stats.reward_seconds) / record.seconds
             metrics.add("idle/trainer", min(1.0, trainer_idle))
@@ -200,6 +206,14 @@ class Recorder:
         self.console.answers(number, rows)
         self._warn(self.watch.step(number, result, record.groups))
         return result
+
+    @property
+    def cost(self) -> float:
+        """What the run's devices have cost until now, with the start, evaluations and checkpoints;
+        of earlier processes of the run up to the checkpoint that it was resumed from. 0 if the
+        price is not known."""
+        hours = (time.perf_counter() - self._process_started) / 3600
+        return self._cost_before + self.price_per_hour * hours
 
     def _add_counters(self, metrics: MetricSet, stats: RolloutStats) -> None:
         """Adds the counters of the samplers' engines as metrics `sampler/{counter}`, none for a
@@ -384,6 +398,7 @@ class Recorder:
             "account": dict(self.account),
             "watch": self.watch.state(),
             "seconds_total": time.perf_counter() - self.started,
+            "cost": self.cost,
         }
 
     def restore(
@@ -406,6 +421,10 @@ class Recorder:
         self.account["lost"] += token_account(self.account)["unused"]
         self.watch.restore(state["watch"])
         self.started -= state["seconds_total"]  # the time of earlier processes counts, too
+        # The price and the number of devices may be others now. Where no price was known before,
+        # the present one stands for it.
+        known = state.get("cost", 0.0)
+        self._cost_before = known or self.price_per_hour * state["seconds_total"] / 3600
         self.folder.rewind(version, evaluated, again)
         missing = self.folder.missing_steps(version)
         if missing:
@@ -517,6 +536,7 @@ class Recorder:
             prompts_dropped=self.prompts_dropped,
             reward_failures=reward_failures,
             run_folder=address(self.folder.path),
+            cost=self.cost if self.price_per_hour else None,
         )
 
     def close(self) -> None:

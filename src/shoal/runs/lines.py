@@ -217,6 +217,8 @@ class Summary:
     # number of failures by function and kind
     reward_failures: Mapping[str, int] = field(default_factory=dict)
     run_folder: str = ""
+    # of all devices and all processes of the run, in the currency of `price`; None without a price
+    cost: float | None = None
 
     @classmethod
     def parse(cls, record: Any) -> Summary:

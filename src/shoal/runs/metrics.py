@@ -195,6 +195,9 @@ time/update_seconds | seconds | sum | the updates
 throughput/sample_tokens_per_second | tokens/second | mean | tokens sampled per second of sampling
 throughput/train_tokens_per_second | tokens/second | mean | tokens trained on per second of the \
 updates
+cost/step | price | sum | price of the step's time on all devices of the run (price)
+cost/run | price | last | price of the run's time so far, with its start, evaluations and \
+checkpoints
 mfu | share | mean | model FLOPs of the step divided by what the devices can do in its time
 memory/peak_bytes | bytes | max | peak memory in use on one device
 compilations | programs | last | programs compiled since the process started
@@ -224,7 +227,7 @@ ENVIRONMENT = "environment"
 RESERVED_FUNCTIONS = ("failed", "logged")
 """Names that a reward function must not have: their metrics mean something else."""
 
-_CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/", "publish/")
+_CLOCKS = ("time/", "throughput/", "memory/", "idle/", "queue/", "fleet/", "publish/", "cost/")
 
 
 def is_clock(name: str) -> bool:

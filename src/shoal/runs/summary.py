@@ -34,6 +34,7 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "completions/ended_by_failed": ("failed rollouts", "{:.0%}".format),
     "throughput/sample_tokens_per_second": ("sampling", speed_text),
     "throughput/train_tokens_per_second": ("training", speed_text),
+    "cost/run": ("cost", number_text),
 }
 """Metric -> (its name on a step's line, the function that formats it). A metric that a step lacks
 is left out."""
@@ -290,14 +291,17 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
 
 
 def summary_facts(summary: Summary) -> str:
-    """Returns a text on the steps, time and speeds of a finished run: "20 steps in 3:05: sampling
-    ... tokens/s, ..."."""
+    """Returns a text on the steps, time, cost and speeds of a finished run: "20 steps in 3:05 for
+    1.2: sampling ... tokens/s, ...". The cost is left out if it is not known."""
     steps = count(summary.steps_made, "step")
     sampling = speed_text(summary.sample_tokens_per_second)
     training = speed_text(summary.train_tokens_per_second)
     programs = count(summary.num_compilations, "program")
+    cost = ""
+    if summary.cost is not None:
+        cost = f" for {number_text(summary.cost)}"
     return (
-        f"{steps} in {duration(summary.seconds_total)}: sampling {sampling}, training "
+        f"{steps} in {duration(summary.seconds_total)}{cost}: sampling {sampling}, training "
         f"{training}, with the compilation of {programs}"
     )
 

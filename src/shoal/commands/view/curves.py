@@ -195,7 +195,16 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Sampler and trainer", ("sampler_gap/", "correction/", "staleness", "version")),
     (
         "Speed and memory",
-        ("throughput/", "time/", "mfu", "memory/", "tokens/", "sampler/", "compilations"),
+        (
+            "throughput/",
+            "time/",
+            "cost/",
+            "mfu",
+            "memory/",
+            "tokens/",
+            "sampler/",
+            "compilations",
+        ),
     ),
 )
 """Topics with the names, or beginnings of names, of their metrics, in the order in which they are

@@ -996,6 +996,7 @@ FIXED_MEANING = {
     "batch.prompts_per_device",
     "checkpoint.keep_best",
     "report.completions_every",
+    "price",
 }
 """Keys whose default 0 is a value as any other: off, none, all, or the longest."""
 

@@ -921,8 +921,8 @@ def test_the_summary_compares_before_and_after():
         "+24.0 points"
     )
     assert (
-        "1 step in 1:33 for 0.0456: sampling 1.5k tokens/s, training -, with the compilation of 1,200 programs"
-        in lines
+        "1 step in 1:33 for 0.0456: sampling 1.5k tokens/s, training -, with the compilation of "
+        "1,200 programs" in lines
     )
     assert "4,321 tokens sampled: 4,000 trained on, 321 unfinished" in lines
     assert lines[-8:] == [

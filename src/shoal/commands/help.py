@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from shoal.config.merge import Resolved
 
 EXAMPLES = """\
-shoal train                                        a tiny model, word problems, one to three \
-minutes on a CPU
+shoal train                                        trains a tiny model, one to three minutes \
+on a CPU
 shoal train model=Qwen/Qwen2.5-1.5B-Instruct task=gsm8k
 shoal train resume=last                            resumes the run started last
 shoal doctor model=... task=... reward=f.py:g      checks a job before it runs
-shoal plan model.name=llama3.1-8b topology=v5p-8   what a job costs on devices that are not here
-shoal train --multirun optimizer.lr=1e-5,1e-4      a run for each value
-shoal train --help                                 every key, with its default and meaning
-shoal train --help optimizer                       the keys of one topic"""
+shoal plan model.name=llama3.1-8b topology=v5p-8   says what a job costs on other devices
+shoal train --multirun optimizer.lr=1e-5,1e-4      makes a run for each value
+shoal train --help                                 lists every key, with its default and meaning
+shoal train --help optimizer                       lists the keys of one topic"""
 
 OPTIONS: Mapping[str, str] = {
     "--config-name": "NAME: a preset, a recipe (--help recipes) or a YAML file, also alone",

@@ -17,8 +17,7 @@ from shoal.config.train import Config
 
 @dataclass(frozen=True)
 class SftConfig(Config):
-    """`shoal sft`: fine-tunes a model on answers that are given: dialogues, or prompts with
-    completions."""
+    """`shoal sft`: fine-tunes a model on given answers: dialogues, or prompts with completions."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if `algorithm.advantage` does
@@ -103,22 +102,22 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """`shoal serve`: samples for programs that speak OpenAI's or vLLM's API, and says every token's
-    log-prob."""
+    """`shoal serve`: samples for programs that use OpenAI's or vLLM's API, and returns the log-prob
+    of every token."""
 
     host: str = "127.0.0.1"
-    """Address to serve at; any other than this machine's own needs `token`."""
+    """Address to serve at; any but this machine's own needs `token`."""
     port: int = 0
     """Port to serve at; 0 for 8000 or the next free one."""
     token: str = ""
-    """The API key that requests must bring; `auto` makes one. Without it any key will do."""
+    """The API key that requests must have; `auto` makes one. Without it any key is accepted."""
     publication: bool = False
     """Let requests replace the weights: vLLM's calls pause, resume, collective_rpc and others, for
     a trainer."""
     timeout_seconds: float = 600.0
     """Limit of a request."""
     seed: int = 0
-    """Seed of requests that bring none."""
+    """Seed of requests that have none."""
     batch: int = 32
     """Completions sampled at once on each device; more wait."""
     model: ModelSection = field(default_factory=ModelSection)
@@ -190,8 +189,8 @@ class DoctorConfig(Config):
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    """`shoal plan`: compiles a training job for devices that need not be here: does it fit, how
-    fast is a step. With --dry-run it estimates the memory in seconds, without compiling."""
+    """`shoal plan`: compiles a training job for devices that are not here, to see whether it fits
+    and how fast a step is. With --dry-run it estimates the memory in seconds, without compiling."""
 
     topology: str = ""
     """Devices to plan for: v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), h100:8, h200:8x8 (eight
@@ -200,8 +199,8 @@ class PlanConfig(Config):
     """Layers to compile: auto takes few for a deep model's decoding and extrapolates, shallow does
     so for every program, all compiles every layer. Few are 2 and 4, or whole patterns of layers."""
     calibration: str = ""
-    """File with what `benchmarks/accelerator.py --calibration` measured on such a device, in place
-    of what its maker says of bandwidths, products and links."""
+    """File with what `benchmarks/accelerator.py --calibration` measured on such a device; without
+    it the maker's figures for bandwidths, products and links count."""
     json: bool = False
     """Print the plan as JSON."""
 
@@ -230,8 +229,8 @@ class ReplayConfig:
 
 @dataclass(frozen=True)
 class RescoreConfig:
-    """`shoal rescore`: scores a run's stored groups with another reward and says what is suspicious
-    about it."""
+    """`shoal rescore`: scores a run's stored groups with another reward, and lists what is
+    suspicious about it."""
 
     run: str = ""
     """Run folder, or `last`."""
@@ -309,9 +308,9 @@ class ViewConfig:
     token: str = ""
     """Secret that the address must contain; `auto` makes one."""
     open: bool = True
-    """Open a browser, where there is a display."""
+    """Open a browser if there is a display."""
     to: str = ""
-    """File to write the page to, in place of serving it; it needs no network."""
+    """File to write the page to, instead of serving it; the file needs no network."""
     groups: tuple[str, ...] = ()
     """Groups to put into that file: 12 (all of a step), 12:3, 12:0-7; without any, groups of the
     newest step."""
@@ -323,8 +322,8 @@ class ViewConfig:
 
 @dataclass(frozen=True)
 class CompatConfig:
-    """`shoal compat`: writes the scripts of MaxText, TorchRL, TRL, verl and Tunix under the paths
-    that are typed."""
+    """`shoal compat`: writes scripts to the paths of MaxText, TorchRL, TRL, verl and Tunix, so that
+    their commands start Shoal."""
 
     to: str = ""
     """Folder to write them to; nothing in it is overwritten."""
@@ -332,8 +331,8 @@ class CompatConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """`shoal launch`: starts a job in a cluster, and prints the command, manifest or script that
-    does. The job stands after `--`: shoal launch target=gke topology=v5p-256 -- train
+    """`shoal launch`: starts a job on a cluster, and prints the command, manifest or script that
+    starts it. The job stands after `--`: shoal launch target=gke topology=v5p-256 -- train
     model.name=llama3.3-70b."""
 
     target: Literal["docker", "ray", "slurm", "gke", "xpk"] = "docker"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from typing import Any
 
 import yaml
@@ -68,7 +68,7 @@ def _summary(config: Config, step: int, adapter: bool) -> str:
         f"{what} `{config.model.path}`, trained on `{task}` with the loss "
         f"`{config.algorithm.loss}` and the advantage `{config.algorithm.advantage}`, in "
         f"{count(step, 'step')} of {count(prompts, 'prompt')} x "
-        f"{count(batch.group_size, 'completion')}, by Shoal."
+        f"{count(batch.group_size, 'completion')}, by {_shoal()}."
     )
     rewards = ", ".join(f"`{name}`" for name in config.reward.functions)
     if rewards:
@@ -106,6 +106,15 @@ def _command(requested: Config) -> str:
         if name not in _NOT_OF_THE_RECIPE:
             words.append(f"{name}={shown(value)}")
     return shlex.join(words)
+
+
+def _shoal() -> str:
+    """Returns Shoal's name, as a link if the installed package knows the project's address."""
+    for entry in metadata("shoal").get_all("Project-URL") or []:
+        name, _, address = entry.partition(", ")
+        if name == "Repository":
+            return f"[Shoal]({address})"
+    return "Shoal"
 
 
 def _versions() -> str:

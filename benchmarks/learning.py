@@ -5,13 +5,13 @@ seeds and one.
                                   [--kinds trained permuted "lr 0"] [--keys KEY=VALUE]
 
 `trained`: `shoal train` as it is. `permuted`: the same rewards, exchanged at random among the
-completions of each group, so that they carry no signal. `lr 0`: nothing may change at all. Greedy
-accuracy on the 500 held-out problems. `no tools`: the task without what it acts with. Of
-`task=guess` also `by turn`: each question is paid for what its answer rules out, with
-algorithm.credit=turn; `permuted turns`: these payments, exchanged at random among the turns of each
-completion. `--keys`:
-other settings, as `model.lora.rank=8 optimizer.lr=1.5e-3`, or another task that is made here:
-`task=calculator`, `task=guess`.
+completions of each group, so that they carry no signal. `exchanged`: the same for groups of one
+completion (`batch.group_size=1`), each of which gets the reward of an earlier one. `lr 0`: nothing
+may change at all. Greedy accuracy on the 500 held-out problems. `no tools`: the task without what
+it acts with. Of `task=guess` also `by turn`: each question is paid for what its answer rules out,
+with algorithm.credit=turn; `permuted turns`: these payments, exchanged at random among the turns of
+each completion. `--keys`: other settings, as `model.lora.rank=8 optimizer.lr=1.5e-3`, or another
+task that is made here: `task=calculator`, `task=guess`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import itertools
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,7 @@ from shoal.tasks.task import load_by_name
 SEEDS = {
     "trained": None,
     "permuted": 3,
+    "exchanged": 3,
     "lr 0": 1,
     "no tools": 1,
     "by turn": None,
@@ -46,6 +48,8 @@ SEEDS = {
 """Of each kind of run; None: all."""
 TASK = "LEARNING_TASK"
 """The variable with the name of the task, for the processes that score."""
+NUM_EXCHANGED = 256
+"""Earlier completions of a process, one of which gives its reward to the next."""
 
 
 class SilentGuess:
@@ -78,8 +82,6 @@ def permuted_turns(
 ) -> list[list[float]]:
     """What PaidGuess pays the questions of each completion, permuted among them; and the task's own
     reward for a number at the end."""
-    import random
-
     [form] = load_by_name(TaskSection(name="guess"), RewardSection()).rewards
     well_formed = form.function(completions=completions, number=number, **columns)
     rng = random.Random(trainer_state.global_step)
@@ -98,21 +100,54 @@ def permuted_turns(
     return rewards
 
 
-def permuted_reward(
-    prompts: list[Any], trainer_state: Any, environments: Sequence[Any] = (), **columns: Any
+def own_rewards(
+    prompts: list[Any], environments: Sequence[Any] = (), **columns: Any
 ) -> list[float]:
-    """The rewards of the task itself, and of its environment, permuted within each group."""
-    import random
-
+    """The rewards of the task itself, and of its environment."""
     task = load_by_name(TaskSection(name=os.environ[TASK]), RewardSection())
     values = [
         [one.weight * value for value in one.function(prompts=prompts, **columns)]
         for one in task.rewards
     ]
     values += [[float(one.found) for one in environments]] if environments else []
+    return [sum(of_completion) for of_completion in zip(*values, strict=True)]
+
+
+class ExchangedReward:
+    """The rewards of the task itself, each given to a later completion: as many of each size, and
+    nothing that a completion could earn."""
+
+    def __init__(self) -> None:
+        self._earlier: list[float] = []
+        self._draws = random.Random(0)
+
+    def __call__(self, prompts: list[Any], **columns: Any) -> list[float]:
+        given = []
+        for reward in own_rewards(prompts, **columns):
+            if len(self._earlier) < NUM_EXCHANGED:
+                self._earlier.append(reward)
+            index = self._draws.randrange(len(self._earlier))
+            given.append(self._earlier[index])
+            self._earlier[index] = reward
+        return given
+
+
+EXCHANGED = ExchangedReward()
+
+
+def exchanged_reward(prompts: list[Any], **columns: Any) -> list[float]:
+    """The reward of an earlier completion, of those that this process has scored."""
+    return EXCHANGED(prompts, **columns)
+
+
+def permuted_reward(
+    prompts: list[Any], trainer_state: Any, environments: Sequence[Any] = (), **columns: Any
+) -> list[float]:
+    """The rewards of the task itself, and of its environment, permuted within each group."""
+    values = own_rewards(prompts, environments, **columns)
     rng = random.Random(trainer_state.global_step)
     out: list[float] = []
-    rewards = zip(map(str, prompts), map(sum, zip(*values, strict=True)), strict=True)
+    rewards = zip(map(str, prompts), values, strict=True)
     for _, members in itertools.groupby(rewards, key=lambda pair: pair[0]):
         group = [reward for _, reward in members]
         rng.shuffle(group)
@@ -140,6 +175,7 @@ def one(kind: str, seed: int, steps: int, keys: Sequence[str]) -> dict[str, Any]
             "by turn": {"environment": f"{__file__}:PaidGuess", **by_turn},
             "permuted turns": {"reward": permuted_turns, **silent, **by_turn},
             "permuted": {"reward": permuted_reward, **silent},
+            "exchanged": {"reward": exchanged_reward, **silent},
             "lr 0": {"optimizer.lr": 0.0},
             "no tools": {
                 "task": bare,

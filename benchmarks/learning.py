@@ -114,8 +114,8 @@ def own_rewards(
 
 
 class ExchangedReward:
-    """The rewards of the task itself, each given to a later completion: as many of each size, and
-    nothing that a completion could earn."""
+    """The rewards of the task itself, each given to a later completion, which it says nothing of.
+    Only the first completions, while there are fewer than NUM_EXCHANGED, may get their own."""
 
     def __init__(self) -> None:
         self._earlier: list[float] = []

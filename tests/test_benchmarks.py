@@ -284,6 +284,23 @@ def test_permuted_rewards_are_those_of_the_same_group(folder):
     assert sorted(rewards[:8]) == lengths(texts[:8]) and sorted(rewards[8:]) == lengths(texts[8:])
 
 
+def test_exchanged_rewards_are_those_of_earlier_completions(folder, monkeypatch):
+    import learning
+
+    def number_of_prompt(prompts, **_):
+        return [float(prompt) for prompt in prompts]
+
+    monkeypatch.setattr(learning, "own_rewards", number_of_prompt)
+    exchanged = learning.ExchangedReward()
+    exchanged(range(learning.NUM_EXCHANGED))
+    later = range(learning.NUM_EXCHANGED, 2000)
+    rewards = exchanged(later)
+    assert all(reward < number for number, reward in zip(later, rewards, strict=True))
+    # Once the first have been given away, each reward is given once.
+    of_later = [reward for reward in rewards if reward >= learning.NUM_EXCHANGED]
+    assert len(of_later) > 1000 and len(set(of_later)) == len(of_later)
+
+
 def test_the_form_of_an_answer_in_tags(folder):
     import real_model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tiny_runs import groups, metrics, parameters_of, same_bits
 
 from shoal import cli
 from shoal.commands import doctor
+from shoal.commands.view.views import Viewer
 from shoal.job.step_trial import estimate_times
 from shoal.runs.metrics import is_clock
 
@@ -81,11 +83,28 @@ def test_ppo_resumes_bit_for_bit_with_its_critic(workshop):
 def test_a_group_of_one_is_judged_by_the_critic(workshop, capsys):
     run = workshop.train("alone", *GAE, "batch.group_size=1", "batch.prompts_per_step=4", "steps=6")
     for row in metrics(run):
-        assert row["groups/nonzero_std"] == 0 and row["groups/unscorable"] == 0
+        assert row["groups/unscorable"] == 0
         assert row["advantage/abs_mean"] > 0 and row["grad_norm"] > 0
-    # A critic learns from groups of one, so nothing is said of groups without variance.
+        # A critic learns from groups of one, so nothing is said of groups without variance: not
+        # in the metrics, in training, on the page, in a rescoring, or by the doctor.
+        assert "groups/nonzero_std" not in row
     printed = capsys.readouterr()
     assert "no group has had" not in printed.out + printed.err
+    assert "critic explains" in printed.out and "mixed groups" not in printed.out
+    with closing(Viewer([str(run)])) as viewer:
+        viewer.read_all()
+        while not (found := viewer.answer("lint", {"run": run.name}))["done"]:
+            pass
+        overview = viewer.answer("overview", {"run": run.name})
+    kinds = {one["kind"] for one in found["findings"]}
+    assert kinds and "constant" not in kinds
+    assert "rewards that differ" not in overview["verdict"]["text"]
+    assert cli.main(["rescore", str(run), f"reward={workshop.rewards}:letters"]) == 0
+    assert "one reward for all their completions" not in capsys.readouterr().out
+    words = workshop.words("never", *GAE, "batch.group_size=1", "batch.prompts_per_step=4")[1:]
+    assert cli.main(["doctor", *words]) == 0
+    printed = capsys.readouterr()
+    assert "teach nothing" not in printed.out + printed.err
 
 
 @pytest.mark.slow

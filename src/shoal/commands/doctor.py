@@ -325,10 +325,16 @@ def report_agreement(job: Job, trial: StepTrial) -> dict[str, Any]:
         )
     else:
         agreement.ok(text)
+    # A critic learns from every group, and from groups of one completion.
+    has_critic = job.config.algorithm.has_critic
+    variance = ""
+    if not has_critic:
+        share = 100 * trial.nonzero_std
+        variance = f"{share:.0f}% of {len(trial.groups)} groups with variance, "
     samples.ok(
         f"{trial.lengths.size} completions: entropy {trial.entropy:.2f}, "
-        f"{100 * trial.truncated:.0f}% truncated at {limit} tokens, {100 * trial.nonzero_std:.0f}% "
-        f"of {len(trial.groups)} groups with variance, mean reward {trial.mean_reward:.3g}"
+        f"{100 * trial.truncated:.0f}% truncated at {limit} tokens, {variance}"
+        f"mean reward {trial.mean_reward:.3g}"
     )
     # Only one step was made, so values are compared with bounds without asking for more evidence.
     is_truncated = row_named("truncated").is_beyond_bound(trial.truncated)
@@ -338,7 +344,7 @@ def report_agreement(job: Job, trial: StepTrial) -> dict[str, Any]:
             f"sampling.max_completion_tokens={limit}: raise it",
             "sampling.max_completion_tokens",
         )
-    if row_named("no variance").is_beyond_bound(trial.nonzero_std):
+    if not has_critic and row_named("no variance").is_beyond_bound(trial.nonzero_std):
         scores = set()
         for group in trial.groups:
             for reward in group.rewards[group.valid]:

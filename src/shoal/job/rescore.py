@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from shoal.algorithm.advantage import nonzero_std
 from shoal.buckets import address
 from shoal.chat.tokenizer_files import read_date
 from shoal.config.sections.algorithm import AlgorithmSection
@@ -90,8 +91,8 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
     for rescored in steps:
         old_rewards.append(rescored.old.rewards[rescored.both])
         new_rewards.append(rescored.new.rewards[rescored.both])
-        old_signal += int(rescored.old.nonzero_std.sum())
-        new_signal += int(rescored.new.nonzero_std.sum())
+        old_signal += int(nonzero_std(rescored.old.rewards, rescored.old.valid).sum())
+        new_signal += int(nonzero_std(rescored.new.rewards, rescored.new.valid).sum())
         num_groups += len(rescored.rows)
         num_completions += rescored.new.valid.size
         num_flipped += int(rescored.flipped.sum())
@@ -115,7 +116,7 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
                 "nonzero_std_groups": [old_signal, new_signal],
                 "advantages_flipped": num_flipped,
             },
-            "lint": lint_reward(steps, reward.on_error == "skip"),
+            "lint": lint_reward(steps, reward.on_error == "skip", run.config.algorithm.has_critic),
             "hacks": find_hacks(steps, files, old, new),
             "advantages_not_stored": num_not_stored,
             "groups": groups,
@@ -305,13 +306,16 @@ def find_hacks(
     return hacks
 
 
-def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str, Any]:
+def lint_reward(
+    steps: Sequence[RescoredStep], skips_failures: bool, has_critic: bool
+) -> dict[str, Any]:
     """Returns figures about the new reward (its distribution, cost and failures) as a record for
     JSON, with the `warnings` that follow from them, a list of texts. `none` counts for each
     function the completions to which it gave no score, without those for which it failed; `failed`
     has failures by `function: kind`. Figures of rewards are over valid completions, None if there
     are none. `skips_failures`: True if completions for which a function fails get no score
-    (`reward.on_error=skip`)."""
+    (`reward.on_error=skip`). `has_critic`: True if a critic judges the groups, which learns from
+    those with one reward too."""
     valid_rewards = []
     valid_lengths = []
     constant_groups = []
@@ -325,7 +329,7 @@ def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str
     for rescored in steps:
         valid_rewards.append(rescored.new.rewards[rescored.new.valid])
         valid_lengths.append(rescored.new.lengths[rescored.new.valid])
-        constant_groups.append(~rescored.new.nonzero_std)
+        constant_groups.append(~nonzero_std(rescored.new.rewards, rescored.new.valid))
         failed += rescored.failed
         failed_completions += rescored.failed_completions
         for components in rescored.components:
@@ -359,7 +363,10 @@ def lint_reward(steps: Sequence[RescoredStep], skips_failures: bool) -> dict[str
         "first_failure": first_failure,
         "unscorable": unscorable,
     }
-    diagnoses = diagnose(_diagnosed_figures(figures, len(is_constant)))
+    diagnosed = _diagnosed_figures(figures, len(is_constant))
+    if has_critic:
+        diagnosed = [figure for figure in diagnosed if figure.name != "constant_groups"]
+    diagnoses = diagnose(diagnosed)
     return figures | {"warnings": [diagnosis.text for diagnosis in diagnoses]}
 
 

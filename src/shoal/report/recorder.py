@@ -49,7 +49,8 @@ class StepRecord:
     step: int  # from 0
     groups: Sequence[Group]
     advantages: np.ndarray  # [P, G]
-    nonzero_std: np.ndarray  # [P]: 1 for a group whose rewards differ, else 0
+    # [P]: 1 for a group whose rewards differ, else 0; None with a critic
+    nonzero_std: np.ndarray | None
     logprobs: TokenLogprobs  # the trainer's log-probs, from before the step's first update
     metrics: MetricSet  # metrics that the updates measured
     seconds: float
@@ -568,14 +569,17 @@ def token_account(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def _add_group_metrics(
-    metrics: MetricSet, groups: Sequence[Group], advantages: np.ndarray, nonzero_std: np.ndarray
+    metrics: MetricSet,
+    groups: Sequence[Group],
+    advantages: np.ndarray,
+    nonzero_std: np.ndarray | None,
 ) -> None:
     """Adds the metrics on rewards, lengths and staleness of P groups (at least one) of G
     completions. Without reward functions, like in supervised training, those on rewards are left
     out; without a sampled token those on staleness.
 
-    `advantages[P, G]`; `nonzero_std[P]`: 1 for a group whose rewards differ, else 0. Lengths are of
-    sampled tokens alone, without those of tools."""
+    `advantages[P, G]`; `nonzero_std[P]`: 1 for a group whose rewards differ, else 0; None leaves
+    its metric out. Lengths are of sampled tokens alone, without those of tools."""
     if groups[0].reward_components:  # otherwise the data's own answers are learned, without rewards
         rewards = np.stack([group.rewards for group in groups])  # [P, G]
         valid = np.stack([group.valid for group in groups])  # [P, G]
@@ -589,7 +593,8 @@ def _add_group_metrics(
             for name, values in group.reward_components.items():
                 known = ~np.isnan(values)
                 metrics.add(f"rewards/{name}", values[known].sum(), known.sum())
-        metrics.add("groups/nonzero_std", nonzero_std.sum(), len(groups))
+        if nonzero_std is not None:
+            metrics.add("groups/nonzero_std", nonzero_std.sum(), len(groups))
         # A group of one has nothing to be compared with: a critic judges it.
         least_valid = min(2, valid.shape[1])
         metrics.add("groups/unscorable", (valid.sum(axis=1) < least_valid).sum())

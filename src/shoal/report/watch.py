@@ -34,9 +34,6 @@ def step_figures(metrics: Mapping[str, float]) -> dict[str, Figure]:
         # None: nothing was measured, for example because there are no rewards
         if value is not None:
             figures[name] = Figure(name, value)
-    if "critic/vf_loss" in metrics:
-        # A critic learns from groups without variance too, and from groups of one.
-        figures.pop("groups/nonzero_std", None)
     skipped = metrics.get("update/skipped", 0)
     # Overflows are not counted: a smaller loss scale solves them, and float16 begins with a few.
     not_finite = skipped - metrics.get("update/overflows", 0)

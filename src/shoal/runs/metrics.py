@@ -46,7 +46,8 @@ failed
 rewards/failed/{function} | completions | sum | the same for one function, or `environment`; \
 absent if there were none
 rewards/logged/{name} | as logged | mean | what a reward function passed to log_metric
-groups/nonzero_std | share | mean | groups whose rewards differ; the others have advantage 0
+groups/nonzero_std | share | mean | groups whose rewards differ; the others have advantage 0; \
+absent with a critic, which learns from every group
 groups/discarded | groups | sum | groups sampled and replaced by dynamic sampling \
 (algorithm.dynamic_sampling)
 groups/unscorable | groups | sum | groups with fewer than two scorable completions; of groups of \

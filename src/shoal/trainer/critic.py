@@ -120,8 +120,8 @@ class Critic:
 
 @dataclass(frozen=True)
 class StepValues:
-    """What a critic's values say of a step. Keys are (group, completion), of the completions that
-    it was asked for."""
+    """Advantages and returns of a step, from a critic's values. Keys are (group, completion), of
+    the completions that the critic gave values of."""
 
     advantages: TokenValues  # of each token, 0 at words of tools and environments
     # `weight` is 1 at each token that begins a time step
@@ -135,61 +135,47 @@ class StepValues:
         cls,
         groups: Sequence[Group],
         table: StepTable,
-        values: TokenValues,
+        token_values: TokenValues,
         a: AlgorithmSection,
         critic_lam: float,
         penalty: np.ndarray | None = None,
     ) -> StepValues:
-        """Computes the advantages and returns of a step. `values` are the critic's, of what stands
-        before each token. A completion's reward, less its `penalty`[P, G], is that of its last time
-        step; with credit by turn each turn has its own. A truncated completion ends like others."""
-        keys = sorted(values)
-        steps = _Steps.of(groups, keys, by_turn=a.credit == "turn")
-        rewards = np.zeros(steps.lengths.shape)  # [N, K]
-        said = np.zeros(steps.lengths.shape)
-        for row, (group, index) in enumerate(keys):
-            number = steps.numbers[row]
-            said[row, :number] = values[group, index][steps.starts[row, :number]]
-            if table.turns is not None:
-                rewards[row, :number] = table.turns.rewards[group, index, :number]
-            elif number:
-                rewards[row, number - 1] = groups[group].rewards[index]
-                if penalty is not None:
-                    rewards[row, number - 1] -= penalty[group, index]
+        """Computes the advantages and returns of a step. `token_values` are the critic's, of what
+        stands before each token. A completion's reward, less its `penalty`[P, G], is that of its
+        last time step; with credit by turn each turn has its own. A truncated completion ends like
+        others."""
+        keys = sorted(token_values)
+        steps = TimeSteps.of(groups, keys, by_turn=a.credit == "turn")
+        rewards = _rewards_of_steps(groups, table, keys, steps, penalty)
+        values = np.zeros(steps.lengths.shape)  # [N, K]
+        for row, key in enumerate(keys):
+            own = steps.first_tokens(row)
+            values[row, : len(own)] = token_values[key][own]
         lam: float | np.ndarray = a.lam
         if a.lam_alpha:
-            lam = length_adaptive_lambda(steps.numbers, a.lam_alpha)
-        advantages = gae(rewards, said, a.discount, lam)
-        returns = gae(rewards, said, a.discount, critic_lam) + said
+            lam = length_adaptive_lambda(steps.counts, a.lam_alpha)
+        advantages = gae(rewards, values, a.discount, lam)
+        returns = gae(rewards, values, a.discount, critic_lam) + values
         if a.whiten:
             advantages = whitened(advantages, steps.lengths, **ADVANTAGES[a.advantage].settings(a))
-        by_token: TokenValues = {}
+        token_advantages: TokenValues = {}
         targets = {}
         for row, key in enumerate(keys):
             group, index = key
-            number = steps.numbers[row]
-            starts = steps.starts[row, :number]
-            size = len(values[key])
-            # All tokens that the model sampled are in a time step, in order.
             sampled = groups[group].completions[index].loss_mask
-            by_token[key] = np.zeros(size, np.float32)
-            by_token[key][sampled] = np.repeat(
-                advantages[row, :number], steps.lengths[row, :number]
+            token_advantages[key] = steps.to_sampled_tokens(row, advantages[row], sampled)
+            num_tokens = len(sampled)
+            targets[key] = ValueTargets(
+                values=np.asarray(token_values[key], np.float32),
+                returns=steps.to_first_tokens(row, returns[row], num_tokens),
+                weight=steps.to_first_tokens(row, np.ones(len(returns[row])), num_tokens),
             )
-            of_completion = ValueTargets(
-                np.asarray(values[key], np.float32),
-                np.zeros(size, np.float32),
-                np.zeros(size, np.float32),
-            )
-            of_completion.returns[starts] = returns[row, :number]
-            of_completion.weight[starts] = 1
-            targets[key] = of_completion
         is_step = steps.lengths > 0
         return cls(
-            advantages=by_token,
+            advantages=token_advantages,
             targets=targets,
             table=_with_advantages(table, keys, steps, advantages),
-            explained=explained_variance(said[is_step], returns[is_step]),
+            explained=explained_variance(values[is_step], returns[is_step]),
         )
 
     def weighted(self, members: Iterable[int]) -> dict[tuple[int, int], ValueTargets]:
@@ -218,16 +204,19 @@ class StepValues:
 
 
 @dataclass(frozen=True)
-class _Steps:
-    """The time steps of N completions, of at most K each."""
+class TimeSteps:
+    """The time steps of N completions, of at most K each: the tokens that the model sampled, or
+    with credit by turn its turns."""
 
     starts: np.ndarray  # int64[N, K]: index of a step's first token in its completion
     lengths: np.ndarray  # int64[N, K]: tokens of a step; 0 behind the last step
-    numbers: np.ndarray  # int64[N]: steps of a completion
+    counts: np.ndarray  # int64[N]: number of steps of a completion
 
     @classmethod
-    def of(cls, groups: Sequence[Group], keys: Sequence[tuple[int, int]], by_turn: bool) -> _Steps:
-        """Finds the time steps of completions: the tokens that the model sampled, or its turns."""
+    def of(
+        cls, groups: Sequence[Group], keys: Sequence[tuple[int, int]], by_turn: bool
+    ) -> TimeSteps:
+        """Finds the time steps of the completions `keys`, (group, completion) each."""
         starts_of = []
         lengths_of = []
         for group, index in keys:
@@ -239,33 +228,76 @@ class _Steps:
                 lengths = np.array([turn.stop - turn.start for turn in completion.turns], np.int64)
             starts_of.append(starts)
             lengths_of.append(lengths)
-        numbers = np.array([len(starts) for starts in starts_of], np.int64)
-        shape = (len(keys), int(numbers.max(initial=0)))
-        table = cls(np.zeros(shape, np.int64), np.zeros(shape, np.int64), numbers)
-        for row, number in enumerate(numbers):
-            table.starts[row, :number] = starts_of[row]
-            table.lengths[row, :number] = lengths_of[row]
-        return table
+        counts = np.array([len(starts) for starts in starts_of], np.int64)
+        shape = (len(keys), int(counts.max(initial=0)))
+        steps = cls(np.zeros(shape, np.int64), np.zeros(shape, np.int64), counts)
+        for row, count in enumerate(counts):
+            steps.starts[row, :count] = starts_of[row]
+            steps.lengths[row, :count] = lengths_of[row]
+        return steps
+
+    def first_tokens(self, row: int) -> np.ndarray:
+        """Returns the index of the first token of each step of a completion."""
+        return self.starts[row, : self.counts[row]]
+
+    def to_first_tokens(self, row: int, of_steps: np.ndarray, num_tokens: int) -> np.ndarray:
+        """Returns float32[num_tokens] with the values `of_steps`[K] of a completion at the first
+        token of each step, and 0 elsewhere."""
+        of_tokens = np.zeros(num_tokens, np.float32)
+        of_tokens[self.first_tokens(row)] = of_steps[: self.counts[row]]
+        return of_tokens
+
+    def to_sampled_tokens(self, row: int, of_steps: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+        """Returns float32 with the values `of_steps`[K] of a completion at every token of each
+        step, and 0 elsewhere. `sampled` is True for the tokens that the model sampled, each of
+        which is in one step."""
+        count = self.counts[row]
+        of_tokens = np.zeros(len(sampled), np.float32)
+        of_tokens[sampled] = np.repeat(of_steps[:count], self.lengths[row, :count])
+        return of_tokens
+
+
+def _rewards_of_steps(
+    groups: Sequence[Group],
+    table: StepTable,
+    keys: Sequence[tuple[int, int]],
+    steps: TimeSteps,
+    penalty: np.ndarray | None,
+) -> np.ndarray:
+    """Returns the reward of each time step [N, K]: of turns their own, of tokens 0 but for the
+    last, which has the completion's, less its `penalty`[P, G]."""
+    rewards = np.zeros(steps.lengths.shape)
+    for row, (group, index) in enumerate(keys):
+        count = steps.counts[row]
+        if table.turns is not None:
+            # The penalty is in them already.
+            rewards[row, :count] = table.turns.rewards[group, index, :count]
+        elif count:
+            rewards[row, count - 1] = groups[group].rewards[index]
+            if penalty is not None:
+                rewards[row, count - 1] -= penalty[group, index]
+    return rewards
 
 
 def _with_advantages(
-    table: StepTable, keys: Sequence[tuple[int, int]], steps: _Steps, advantages: np.ndarray
+    table: StepTable, keys: Sequence[tuple[int, int]], steps: TimeSteps, advantages: np.ndarray
 ) -> StepTable:
     """Returns the table with the advantages of time steps: of each turn, or of each completion the
-    mean over its tokens. `advantages`[N, K] are those of `keys`."""
+    mean over its tokens. `advantages`[N, K] are those of `keys`. That the rewards of a group are
+    the same says nothing then, so `nonzero_std` is None."""
     shown = np.zeros(table.advantages.shape)
     for row, key in enumerate(keys):
-        number = steps.numbers[row]
+        count = steps.counts[row]
         if table.turns is not None:
-            shown[key][:number] = advantages[row, :number]
-        elif number:
-            shown[key] = advantages[row, :number].mean()
-    return replace(table, advantages=shown)
+            shown[key][:count] = advantages[row, :count]
+        elif count:
+            shown[key] = advantages[row, :count].mean()
+    return replace(table, advantages=shown, nonzero_std=None)
 
 
 def explained_variance(values: np.ndarray, returns: np.ndarray) -> float | None:
-    """Returns 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one that says
-    the same of everything, below 0 for a worse one. None if all returns are the same, or none is
+    """Returns 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for one whose
+    values are all the same, below 0 for a worse one. None if all returns are the same, or none is
     there."""
     variance = returns.var() if returns.size else 0.0
     if variance == 0:

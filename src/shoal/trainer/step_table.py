@@ -26,7 +26,8 @@ class StepTable:
     context_lengths: np.ndarray  # number of the others, which tools and environments said
     truncated: np.ndarray  # True if the completion reached the limit
     advantages: np.ndarray  # with credit by turn [P, G, K], for at most K turns
-    nonzero_std: np.ndarray  # [P]
+    # [P]: True where rewards differ; None with a critic, which learns from every group
+    nonzero_std: np.ndarray | None
     turns: TurnTable | None = None  # with credit by turn
 
     @property

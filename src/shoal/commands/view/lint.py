@@ -56,9 +56,10 @@ def finding(
 # ---- by numbers
 
 
-def number_findings(index: GroupTable) -> list[dict[str, Any]]:
+def number_findings(index: GroupTable, has_critic: bool = False) -> list[dict[str, Any]]:
     """Returns the findings on figures of all training groups together, in the order of ROWS; []
-    without groups.
+    without groups. `has_critic`: True if a critic judged the groups, which learns from those with
+    one reward too.
 
     Only rows of ROWS with a card are shown. A row whose bound is passed gives a finding with
     examples; of several rows of one kind only the first does, for each reward function. A row
@@ -67,6 +68,8 @@ def number_findings(index: GroupTable) -> list[dict[str, Any]]:
     if not totals["groups"]:
         return []
     figures = _figures(totals, functions, index)
+    if has_critic:
+        figures = [figure for figure in figures if figure.name != "constant_groups"]
     findings = []
     shown_kinds = set()
     for row in ROWS:

@@ -677,9 +677,10 @@ def _lint(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     """Returns the record of the Lint view: all `findings`, and how far the reading of texts has
     come (`lint`), with the number of groups files that are `waiting` to be indexed. Each request
     reads further texts, until `done`."""
+    has_critic = opened.settings.get("algorithm.advantage") == "gae"
 
     def make() -> list[dict[str, Any]]:
-        return number_findings(opened.index)
+        return number_findings(opened.index, has_critic)
 
     numbers = opened.kept("lint", opened.index.revision, make)
     record = lint(opened.index, numbers, viewer.text_lint(opened))

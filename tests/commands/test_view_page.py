@@ -463,7 +463,7 @@ def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
 
 def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
     page.goto(address + "#/run?run=first")
-    settle(page, "driven by correct; accuracy 50.0% → 100.0% is too few questions to say")
+    settle(page, "driven by correct; accuracy 50.0% → 100.0%, of too few questions to tell")
     # two questions say nothing of accuracy
     assert page.locator(".verdict.good, .verdict.bad").count() == 0
     large = page.locator(".charts.main .chart .name").all_inner_texts()

@@ -177,7 +177,9 @@ def test_the_mean_reward_of_evaluations_is_the_one_pair_without_an_accuracy():
 
 def test_few_questions_do_not_show_that_a_reward_misleads():
     level, text = said(RISES, (0, 0.5, 2), (80, 1.0, 2))
-    assert level == "note" and text.endswith("accuracy 50.0% → 100.0% is too few questions to say")
+    assert level == "note" and text.endswith(
+        "accuracy 50.0% → 100.0%, of too few questions to tell"
+    )
 
 
 def test_a_run_does_not_learn():

@@ -278,8 +278,8 @@ def _sentence(
             )
         if accuracy:
             return "note", (
-                f"the reward rises in {made}{driven}; accuracy {accuracy.shares} is too few "
-                "questions to say"
+                f"the reward rises in {made}{driven}; accuracy {accuracy.shares}, of too few "
+                "questions to tell"
             )
         if evaluated and evaluated.after <= evaluated.before:
             return "warning", (

@@ -414,8 +414,9 @@ def test_a_note_and_tags_are_written_and_runs_are_found_by_them(page, tmp_path):
         page.locator(".noteForm [role=alert]", has_text="somebody has changed").wait_for()
         assert "400" in page.said.pop()  # Chromium's own line on the answer
         assert page.get_by_label("Note").input_value() == "mine"
+        page.wait_for_timeout(3_000)  # the page asks every two seconds, and reads it meanwhile
         page.get_by_role("button", name="Cancel").click()
-        page.locator(".note", has_text="theirs").wait_for()  # the page has read it meanwhile
+        page.locator(".note", has_text="theirs").wait_for()
         page.get_by_role("link", name="baseline").click()
         settle(page, "theirs")
         names = page.locator("table.home .name > a")

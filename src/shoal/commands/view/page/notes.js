@@ -28,11 +28,11 @@ export class Notes {
     this.update(record);
   }
 
-  /** Shows the notes of a record of the run; while somebody writes, the form stays. */
+  /** Shows the notes of a record of the run; while somebody writes, the form stays, and they are shown after it. */
   update({ name, notes, tags }) {
-    if (this.isEdited) return;
     this.run = name;
-    this.known = { notes, tags };
+    this.newest = { notes, tags };
+    if (this.isEdited) return;
     const label = notes || tags.length ? "Edit note and tags" : "Add a note or tags";
     const edit = el("button", { type: "button", class: "plain", text: label, on: { click: () => this.edit() } });
     replace(this.node, tagList(tags, this.isListed), notes ? el("p", { class: "note", dir: "auto", text: notes }) : null,
@@ -41,7 +41,7 @@ export class Notes {
 
   edit() {
     this.isEdited = true;
-    const { notes, tags } = this.known;
+    const before = this.newest, { notes, tags } = before;
     const text = el("textarea", { id: "note", rows: 4, dir: "auto", maxlength: 20_000, value: notes });
     const words = el("input", { id: "tags", type: "text", dir: "auto", autocomplete: "off", value: tags.join(" ") });
     const error = el("p", { class: "down", role: "alert" });
@@ -54,7 +54,7 @@ export class Notes {
       event.preventDefault();
       const chosen = words.value.split(/[\s,]+/).filter(Boolean);
       try {
-        close(await send("notes", { run: this.run, notes: text.value, tags: chosen, before: this.known }));
+        close(await send("notes", { run: this.run, notes: text.value, tags: chosen, before }));
       } catch (fault) {
         error.textContent = fault.message;
       }
@@ -63,7 +63,7 @@ export class Notes {
       el("label", { for: "note", text: "Note" }), text,
       el("label", { for: "tags", text: "Tags, with spaces between" }), words, error,
       el("div", { class: "controls" }, el("button", { type: "submit", class: "primary", text: "Save" }),
-        el("button", { type: "button", text: "Cancel", on: { click: () => close(this.known) } }))));
+        el("button", { type: "button", text: "Cancel", on: { click: () => close(this.newest) } }))));
     text.focus();
   }
 }

@@ -36,6 +36,7 @@ def test_packaged_recipes_compose_and_none_has_the_name_of_a_task_or_preset():
         "alphabet-sort-qwen3-4b",
         "gsm8k-qwen2.5-0.5b",
         "gsm8k-qwen2.5-1.5b",
+        "guess-a-number",
         "short-answers",
         "word-problems",
     ]

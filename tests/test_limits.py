@@ -27,7 +27,10 @@ REFUSED = {
     ),
     "a critic that shares": ("critic.shared=true", "its layers are its own, never the policy's"),
     "DPO": ("algorithm=dpo", "there is no such algorithm"),
-    "a teacher behind": ("teacher.address=http://127.0.0.1:1", "there is no such key"),
+    "a teacher's whole distributions": (
+        "teacher.address=http://127.0.0.1:1 teacher.divergence=full",
+        "sampled or topk with teacher.address",
+    ),
     "the teacher's own samples": (
         "--teacher_model_name_or_path tiny --lmbda 0.5",
         "lmbda=0.5: expected 1, all samples are the policy's",

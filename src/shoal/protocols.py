@@ -302,6 +302,25 @@ class Scorer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model says of the last T tokens of a sequence, each after those before it. The arrays
+    are those of NumPy."""
+
+    logprobs: np.ndarray  # float32[T]: log-probs of these tokens
+    top_ids: np.ndarray  # int32[T, K]: the K tokens that it finds likeliest in their places
+    top_logprobs: np.ndarray  # float32[T, K]: log-probs of those
+
+
+class SequenceScorer(Protocol):
+    """A model somewhere else that scores sequences of tokens: a teacher's server."""
+
+    def score(self, sequences: Sequence[tuple[np.ndarray, int]]) -> list[TokenScores]:
+        """Returns the scores of each of `sequences`, (token ids int32[N], how many of them, from
+        the first, are not scored), in their order. It waits for them. ShoalError if it cannot."""
+        ...
+
+
 class RolloutSource(Protocol):
     """Returns finished groups, with rewards, that were sampled from the requested version of the
     weights; the loop publishes new weights to it."""

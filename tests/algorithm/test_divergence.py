@@ -13,7 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shoal.algorithm.divergence import bucket_scores, divergence, top_buckets
+from shoal.algorithm.divergence import (
+    LEAST_REST,
+    add_rest,
+    bucket_scores,
+    divergence,
+    top_buckets,
+)
 from shoal.algorithm.logprobs import token_logprobs
 
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -242,3 +248,15 @@ def test_chunks_have_the_divergence_of_all_tokens(beta, chunk):
     theirs = jax.value_and_grad(at_once, (0, 1))(*inputs)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+
+
+def test_the_rest_of_named_tokens_is_what_they_leave():
+    scores, _ = both_scores()
+    ids, expected = top_buckets(jnp.float32(scores), 4)
+    named = np.log(np.take_along_axis(softmax(scores), np.asarray(ids), -1)).astype(np.float32)
+    with_rest = add_rest(named)
+    np.testing.assert_allclose(with_rest, expected, atol=2e-6)
+    assert with_rest.dtype == np.float32
+    # Rounded up, they leave less than nothing.
+    rounded = add_rest(np.log(np.float32([[0.75, 0.2501]])))
+    assert rounded[0, 2] == pytest.approx(np.log(LEAST_REST))

@@ -97,7 +97,25 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
         ("teacher.path=a=./x,a=./y", ["teacher.path='a=./x,a=./y'", "a name for each teacher"]),
         ("teacher.path=a=nowhere,b=tiny", ["teacher.path=nowhere", "no model folder"]),
         ("teacher.quantise=int8", ["teacher.quantise='int8'", "weights of its own"]),
-        ("teacher.weights=live", ["teacher.weights='live'", "teacher.hint without teacher.path"]),
+        ("teacher.weights=live", ["teacher.weights='live'", "teacher.hint without another"]),
+        ("teacher.address=localhost", ["teacher.address='localhost'", "http://HOST:PORT"]),
+        ("teacher.address=a=http://b,a=http://c", ["a name for each teacher"]),
+        (
+            "teacher.address=http://b teacher.path=tiny",
+            ["teacher.address", "empty with teacher.path"],
+        ),
+        (
+            "teacher.address=http://b teacher.divergence=full",
+            ["teacher.divergence='full'", "sampled or topk with teacher.address"],
+        ),
+        (
+            "teacher.address=http://b sampling.temperature=0.7",
+            ["sampling.temperature=0.7", "1 with teacher.address"],
+        ),
+        (
+            "teacher.address=http://b sampling.top_p=0.9",
+            ["teacher.divergence='sampled'", "topk with teacher.address and sampling.top_k"],
+        ),
         ("teacher.hint=briefly", ["teacher.hint='briefly' names no column", "in braces"]),
         (
             "train.weight_sync_interval=3 train.max_staleness=1",

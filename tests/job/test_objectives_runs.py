@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import closing
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from scripted_teacher import ScriptedTeacher
+from small import logits_program, roles
 from tiny_models import write_model_with_tokenizer
 from tiny_runs import PROGRAMS_OF_TWO, groups, metrics, parameters_of, same_bits
 
 from shoal import cli
+from shoal.config.sections.model import ModelSection
 from shoal.runs.metrics import is_clock
+from shoal.weights.source import open_model
 
 CUT = ("sampling.top_p=0.7", "sampling.top_k=30", "sampling.max_support=20")
 
@@ -417,3 +423,40 @@ def test_kl_without_a_weight_is_reported_and_changes_nothing(workshop):
     assert yaml.safe_load((place / "hydra.yaml").read_text())["hydra"]["runtime"][
         "output_dir"
     ] == str(with_it)
+
+
+def served_model(path, most_tokens=512):
+    """A server of the model in a folder."""
+    source = open_model(ModelSection(path=str(path)), None)
+    parameters = source.load(roles().trainer, "float32")
+    program = logits_program(source.architecture)
+
+    def logits(ids):
+        # One length, of which one program is compiled: a later token changes nothing before it.
+        padded = np.zeros((1, most_tokens), np.int32)
+        padded[0, : len(ids)] = ids
+        return np.asarray(program(parameters, jnp.asarray(padded)))[: len(ids)]
+
+    return ScriptedTeacher(logits, source.tokenizer, max_model_len=most_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hint", [[], ["teacher.hint={prompt} It is {answer}."]], ids=["", "hint"])
+@pytest.mark.parametrize("divergence", ["sampled", "topk"])
+def test_a_teacher_behind_an_address_teaches_as_one_that_is_here(workshop, divergence, hint):
+    teacher = write_model_with_tokenizer(workshop.folder / "teacher", "qwen3", "chatml", seed=5)
+    words = [
+        f"teacher.divergence={divergence}",
+        "teacher.top_k=7",
+        "algorithm.advantage=none",
+        "algorithm.num_minibatches=2",
+        *hint,
+    ]
+    name = f"{divergence}-{len(hint)}"
+    here = workshop.train(f"taught-here-{name}", *words, f"teacher.path={teacher}")
+    with closing(served_model(teacher)) as server:
+        there = workshop.train(f"taught-there-{name}", *words, f"teacher.address={server.url}/v1")
+    for own, served in zip(metrics(here), metrics(there), strict=True):
+        for metric in ("teacher/kl", "teacher/divergence", "objective", "grad_norm"):
+            if metric in own:
+                assert served[metric] == pytest.approx(own[metric], rel=2e-3, abs=1e-6)

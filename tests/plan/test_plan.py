@@ -350,6 +350,25 @@ def test_a_plan_has_the_programs_of_a_teachers_distributions(model, planned, div
     assert longest == SAMPLING.max_prompt_tokens + SAMPLING.max_completion_tokens + teacher.room
 
 
+@pytest.mark.slow
+def test_a_plan_has_no_program_of_a_teacher_behind_an_address(model, planned):
+    """Traced, not compiled: the update takes what the server says."""
+    teacher = TeacherSection(address="http://nowhere:1", divergence="topk", top_k=7)
+    job = planned(
+        Config(
+            model=model, mesh=MeshSection(fsdp=2), sampling=SAMPLING, batch=BATCH, teacher=teacher
+        )
+    )
+    programs = job.programs()
+    assert "teacher" not in programs
+    update = programs["accumulate"]
+    assert update.args[-1].ids.shape[-1] == 7
+    total, _ = update.program.eval_shape(*update.args)
+    assert "teacher/divergence" in total.sums
+    held = job_budget(job.job).held("reference")
+    assert not [name for name in held if name.startswith("teacher")]
+
+
 def test_a_dry_run_estimates_without_compiling(model, monkeypatch, capsys):
     def cost(*_):
         return pytest.fail("compiled")

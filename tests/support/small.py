@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -240,6 +241,11 @@ class CausalRows:
 
 def shoal_logits(a: Architecture, parameters: Parameters, tokens: np.ndarray) -> np.ndarray:
     """float32[T, V] of tokens[T]."""
+    return np.asarray(logits_program(a)(parameters, jnp.asarray(tokens, jnp.int32)[None]))
+
+
+def logits_program(a: Architecture) -> Callable[[Parameters, jax.Array], jax.Array]:
+    """A compiled function: parameters, ids[1, T] -> float32[T, V]."""
     model = Model(a, roles().trainer)
 
     @jax.jit
@@ -251,4 +257,4 @@ def shoal_logits(a: Architecture, parameters: Parameters, tokens: np.ndarray) ->
         hidden, _ = forward(model, parameters, ids, positions, rows)
         return logits(model, parameters, hidden)[0]
 
-    return np.asarray(run(parameters, jnp.asarray(tokens, jnp.int32)[None]))
+    return run

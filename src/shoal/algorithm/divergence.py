@@ -24,7 +24,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
+
+LEAST_REST = 1e-7
+"""The least probability of all tokens together that a server does not name: the rounding of 1 in
+float32, in which it gives the others."""
 
 NO_SCORE = -1e9
 """The score of a token that is left out. Its probability is exactly 0, like that of -inf, but a
@@ -117,6 +122,15 @@ def bucket_scores(
     others = jnp.put_along_axis(scores, ids, NO_SCORE, axis=-1, inplace=False)
     rest = jax.nn.logsumexp(others, axis=-1, keepdims=True)
     return jnp.concatenate([kept, rest], axis=-1)
+
+
+def add_rest(logprobs: np.ndarray) -> np.ndarray:
+    """Returns log-probs of K different tokens with that of all other tokens together after them,
+    float32[..., K + 1], on the host. Log-probs that were rounded may leave nothing for the others,
+    or less: these have LEAST_REST then."""
+    rest = 1 - np.exp(logprobs.astype(np.float64)).sum(-1, keepdims=True)
+    log_rest = np.log(np.maximum(rest, LEAST_REST))
+    return np.concatenate([logprobs, log_rest], axis=-1).astype(np.float32)
 
 
 def top_buckets(

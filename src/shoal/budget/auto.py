@@ -232,8 +232,9 @@ def all_teachers(
     config: Config, a: Architecture, own: Mapping[str, Architecture]
 ) -> list[Architecture]:
     """Returns the architectures of all teachers: `own`, those that have weights of their own, or
-    the policy's, `a`, if the model is its own teacher."""
-    return [a] if config.teacher.is_policy else list(own.values())
+    the policy's, `a`, if the model is its own teacher, or servers are, whose tokens are its."""
+    teacher = config.teacher
+    return [a] if teacher.is_policy or teacher.address else list(own.values())
 
 
 def trained_model(config: Config, spec: ModelSource, roles: Roles) -> Model:

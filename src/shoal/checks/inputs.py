@@ -113,7 +113,7 @@ def reference_text(config: Config, roles: Roles) -> str:
     scorers = []
     if config.algorithm.scores_reference:
         scorers.append("reference")
-    if config.teacher.exists:
+    if config.teacher.exists and not config.teacher.address:
         scorers.append("teacher")
     if not scorers:
         return "no reference (algorithm.kl_coef=0)"

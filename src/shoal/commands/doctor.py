@@ -70,7 +70,7 @@ def doctor(
         if job.is_open("loaded_task", "reward_pool"):
             rewards = check_reward(job)
         step = StepRecords()
-        if job.is_open("check_longest_sequence", "model", "teacher_sources"):
+        if job.is_open("check_longest_sequence", "model", "teacher_sources", "teacher_servers"):
             can_train = first_prompt is not None and rewards is not None
             step = check_step(job, tries=can_train)
         num_wrong = len(job.findings.at("wrong"))

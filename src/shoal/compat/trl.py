@@ -743,6 +743,12 @@ FLAGS: list[Flag] = [
     *only("task.columns names a row's fields", "text", names="dataset_text_field"),
     *refused("the reference stays what it was at the start", "sync_ref_model"),
     *refused(
+        "a teacher's server is teacher.address=URL with teacher.divergence=topk, over the "
+        "teacher's likeliest tokens",
+        "use_teacher_server",
+        "teacher_model_server_url",
+    ),
+    *refused(
         "algorithm.correction=mis masks by the ratio of trainer and sampler",
         "off_policy_mask_threshold",
     ),

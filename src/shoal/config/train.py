@@ -148,6 +148,20 @@ class Config:
             "have prompts of their own, into which no hint goes",
         )
         require(
+            not self.teacher.address or self.sampling.temperature == 1,
+            "sampling.temperature",
+            self.sampling.temperature,
+            "1 with teacher.address: the log-probs that a server gives are of that temperature",
+        )
+        matches_support = self.sampling.params.truncated and self.algorithm.match_sampling_support
+        require(
+            not (self.teacher.address and self.teacher.scores_samples and matches_support),
+            "teacher.divergence",
+            self.teacher.divergence,
+            "topk with teacher.address and sampling.top_k, top_p or min_p: a server's log-probs "
+            "are over all tokens, not over those that were sampled from",
+        )
+        require(
             self.teacher.quantise == "none" or self.model.dtype != "float16",
             "teacher.quantise",
             self.teacher.quantise,

@@ -101,6 +101,7 @@ from shoal.job.task import (
     with_overlong,
     with_system_prompt,
 )
+from shoal.job.teacher_server import TeacherServer
 from shoal.mesh import Role, Roles, World, available_devices, make_roles
 from shoal.model.architecture import Architecture
 from shoal.model.attention.caches import KEY_BLOCK
@@ -635,6 +636,27 @@ class Job(StagedJob):
         each like `model_source`, without its weights; {} if it names none."""
         return find_teachers(self.requested, self.model_source, self.console)
 
+    @stage(
+        "teacher",
+        "teacher.address",
+        needs=("model_source", "tokenizer", "world"),
+        commands=TRAIN_OR_DOCTOR,
+    )
+    def teacher_servers(self) -> dict[str, TeacherServer]:
+        """Reaches the servers that `teacher.address` names and returns them by their teachers'
+        names; {} if it names none. ShoalError if one cannot say what the run wants to know."""
+        world = self.world if self.has("world") else World()
+        servers = {}
+        for name, address in self.requested.teacher.addresses.items():
+            servers[name] = TeacherServer.open(
+                address,
+                config=self.requested,
+                tokenizer=self.tokenizer,
+                vocab_size=self.model_source.architecture.vocab_size,
+                world=world,
+            )
+        return servers
+
     @stage("critic", "critic.path", needs=("model_source",), commands=TRAIN_OR_DOCTOR)
     def critic_source(self) -> ModelSource | None:
         """Finds the model that the critic begins with and returns it like `model_source`, without
@@ -741,7 +763,7 @@ class Job(StagedJob):
         `teacher.hint` cannot be put into it or makes its prompt too long. Of more rows than are
         measured a part is checked, spread over the data."""
         section = self.requested.teacher
-        if len(section.paths) <= 1 and not section.hint:
+        if len(section.names) == 1 and not section.hint:
             return
         check_rows(
             section,
@@ -1231,19 +1253,23 @@ class Job(StagedJob):
         return scorers
 
     def make_updater(
-        self, first: ModelScorer | None, teachers: Mapping[str, ModelScorer] | None
+        self,
+        first: ModelScorer | None,
+        teachers: Mapping[str, ModelScorer] | None,
+        servers: Mapping[str, TeacherServer] | None = None,
     ) -> Updater:
         """Makes the updater, which turns groups with rewards into updates of the weights. `first`:
         the model with the weights that the run begins with, None if nothing needs it; `teachers`:
-        those that have weights of their own, by name; None for none."""
+        those that have weights of their own here, by name; `servers`: those that are behind an
+        address; None for none."""
         c = self.config
         scorers = dict(teachers or {})
         if c.teacher.is_first_policy and first is not None:
             scorers[""] = first
         made = None
-        if scorers or c.teacher.is_live_policy:
+        if scorers or servers or c.teacher.is_live_policy:
             prompt_of = self.encode_with_hint if c.teacher.hint else None
-            made = Teachers.of(c.teacher, scorers, self.learner.model, prompt_of)
+            made = Teachers.of(c.teacher, scorers, self.learner.model, prompt_of, servers)
         return Updater(
             self.learner,
             c.algorithm,

@@ -395,7 +395,8 @@ class Replayer:
         reference = None
         if first is not None:
             reference = job.open_reference(first)
-        updater = job.make_updater(reference, teachers)
+        servers = job.teacher_servers if with_teacher else {}
+        updater = job.make_updater(reference, teachers, servers)
         self._updater_of = (config, updater)
         return updater
 

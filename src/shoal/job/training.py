@@ -82,7 +82,7 @@ def open_run(job: Job) -> Run:
     if job.cluster:
         job.cluster.parity.keep(folder.path)
     source = job.rollout_source
-    updater = job.make_updater(models.first, models.teachers)
+    updater = job.make_updater(models.first, models.teachers, job.teacher_servers)
     facts = checked_facts(job, models)
     restored = None
     if job.resumed:

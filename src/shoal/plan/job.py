@@ -427,11 +427,12 @@ class PlannedJob:
         runs_of_scorers = dict.fromkeys(self._scorers(), scored)
         targets = None
         teacher = self._scorers().get("teacher")
-        if teacher and config.teacher.gives_distributions:
-            runs_of_scorers["teacher"] = algorithm.num_epochs * scored
-            targets = target_shapes(
-                config.teacher, teacher.architecture, self.learner.model, self.shape
-            )
+        if config.teacher.gives_distributions:
+            if teacher:
+                runs_of_scorers["teacher"] = algorithm.num_epochs * scored
+            # A server is none of the scorers. Its tokens are the policy's.
+            of_teacher = (teacher or self.model).architecture
+            targets = target_shapes(config.teacher, of_teacher, self.learner.model, self.shape)
         for name, model in self._scorers().items():
             scorer_batch = replace(self._batch(model.role), experts=None)
             if name == "teacher" and config.teacher.hint:

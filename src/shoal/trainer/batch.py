@@ -234,6 +234,15 @@ class MicroBatch:
         self.used[row] = stop
         return segment, tokens
 
+    def sequence(self, key: Key) -> tuple[np.ndarray, int]:
+        """Returns (the token ids of a completion's part after those of its prompt, int32[N]; how
+        many of them are the prompt's)."""
+        row, columns = self.positions[key]
+        arrays = self.arrays
+        in_prompt = arrays.segment[row] == arrays.prompt[row, columns.start]
+        prompt = arrays.tokens[row, in_prompt]
+        return np.concatenate([prompt, arrays.tokens[row, columns]]), len(prompt)
+
     def with_own_routes(self) -> MicroBatch:
         """Returns the micro-batch for a model that chooses all experts itself."""
         return replace(self, arrays=replace(self.arrays, experts=None))

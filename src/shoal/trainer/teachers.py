@@ -1,7 +1,8 @@
 """Teachers of a run: what each says of a micro-batch, and which groups it teaches.
 
     Updater -> Teachers -> one Teacher by name: a model whose weights stay (`FixedTeacher`),
-                           the policy as it is (`LiveTeacher`)
+                           the policy as it is (`LiveTeacher`),
+                           a server somewhere else (`ServedTeacher`)
 
 A teacher may read another prompt than the policy (`teacher.hint`): its rows then have the same
 completions, after prompts of its own (`MicroBatch.teacher_rows`).
@@ -15,11 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shoal.algorithm.divergence import add_rest
 from shoal.config.sections.model import TeacherSection
+from shoal.mesh import Role
 from shoal.model.transformer import Model
-from shoal.protocols import Scorer
+from shoal.protocols import Scorer, SequenceScorer, TokenScores
 from shoal.records import Example, Group, Params, ShoalError
-from shoal.trainer.batch import MicroBatch, TeacherStates, TeacherTop, pack
+from shoal.trainer.batch import Key, MicroBatch, TeacherStates, TeacherTop, pack
 from shoal.trainer.prompts import Encode, prepare
 from shoal.trainer.scorers import ModelScorer, TeacherDistributions
 
@@ -79,6 +82,39 @@ class LiveTeacher:
 
 
 @dataclass(frozen=True)
+class ServedTeacher:
+    """A teacher whose weights are somewhere else, and which is asked for the log-probs of each
+    completion after its prompt."""
+
+    scorer: SequenceScorer
+    top_k: int  # how many of the likeliest tokens it names in each place
+    role: Role  # the trainer's
+
+    def _ask(self, theirs: MicroBatch) -> dict[Key, TokenScores]:
+        """Returns what the teacher says of the tokens of each completion's part."""
+        sequences = [theirs.sequence(key) for key in theirs.positions]
+        return dict(zip(theirs.positions, self.scorer.score(sequences), strict=True))
+
+    def score(self, parameters: Params, batch: MicroBatch) -> Any:
+        theirs = batch.of_teacher()
+        logprobs = np.zeros(theirs.arrays.tokens.shape, np.float32)
+        for key, scores in self._ask(theirs).items():
+            logprobs[theirs.positions[key]] = scores.logprobs
+        return logprobs
+
+    def targets(self, parameters: Params, batch: MicroBatch) -> TeacherStates | TeacherTop:
+        rows, length = batch.arrays.tokens.shape
+        # Nothing reads the tokens that are named of prompts and padding, but they must differ.
+        ids = np.tile(np.arange(self.top_k, dtype=np.int32), (rows, length, 1))
+        logprobs = np.zeros((rows, length, self.top_k + 1), np.float32)
+        for key, scores in self._ask(batch.of_teacher()).items():
+            place = batch.positions[key]
+            ids[place] = scores.top_ids
+            logprobs[place] = add_rest(scores.top_logprobs)
+        return self.role.put_rows(TeacherTop(ids, logprobs))
+
+
+@dataclass(frozen=True)
 class Teachers:
     """All teachers of a run. `by_name`: at least one; a single one has the name "". `prompt_of`: a
     row -> the token ids of the prompt that teachers read, int32[Tp]; None: the policy's."""
@@ -94,14 +130,19 @@ class Teachers:
         scorers: Mapping[str, ModelScorer],
         student: Model,
         prompt_of: Encode | None = None,
+        servers: Mapping[str, SequenceScorer] | None = None,
     ) -> Teachers:
         """Makes the teachers by the settings of `teacher`. `scorers`: the weights of those that
-        have weights of their own, by name. `student`: the model that is trained."""
+        have weights of their own here, by name. `servers`: the teachers that are somewhere else, by
+        name. `student`: the model that is trained."""
         by_name: dict[str, Teacher] = {}
         for name, scorer in scorers.items():
             by_name[name] = FixedTeacher.of(section, scorer, student)
         if section.is_live_policy:
             by_name[""] = LiveTeacher(section, student)
+        for name, server in (servers or {}).items():
+            top_k = num_likeliest(section, student.architecture.vocab_size)
+            by_name[name] = ServedTeacher(server, top_k, student.role)
         return cls(section, by_name, prompt_of)
 
     def pack(
@@ -145,6 +186,14 @@ class Teachers:
         return self.by_name[batch.teacher].targets(parameters, batch)
 
 
+def num_likeliest(section: TeacherSection, vocab_size: int) -> int:
+    """Returns how many of the likeliest tokens a server names in each place: those of
+    `teacher.divergence=topk`, of a vocabulary of `vocab_size` tokens; 0 with another divergence."""
+    if not section.gives_distributions:
+        return 0
+    return min(section.top_k, vocab_size)
+
+
 def teacher_of(example: Example, names: Iterable[str]) -> str:
     """Returns the name of a row's teacher: "" if there is one teacher alone, else what the row's
     column `teacher` says, which must be one of `names` (ShoalError)."""
@@ -157,7 +206,7 @@ def teacher_of(example: Example, names: Iterable[str]) -> str:
     place = example.place or f"row {example.row}"
     said = "has no column `teacher`" if name is None else f"has teacher={name!r}"
     raise ShoalError(
-        f"{place} {said}: with several teachers (teacher.path) expected one of {', '.join(known)}",
+        f"{place} {said}: with several teachers expected one of {', '.join(known)}",
         "teacher.path",
     )
 
@@ -189,11 +238,10 @@ def check_rows(
     checked, spread over all. `encode` and `encode_with_hint`: a row -> the token ids of the prompt
     that the policy reads, and that teachers read (None: the same). Prompts that are dropped, of
     more than `max_tokens` tokens, need no room."""
-    names = list(section.paths) or [""]
     spread = max(1, len(examples) // most_rows)
     for number in range(0, len(examples), spread):
         example = examples[number]
-        teacher_of(example, names)
+        teacher_of(example, section.names)
         if encode_with_hint is None:
             continue
         theirs = encode_with_hint(example)

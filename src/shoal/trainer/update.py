@@ -76,7 +76,9 @@ def num_scorings(a: AlgorithmSection, teacher: TeacherSection) -> int:
     for old, reference and teacher log-probs, if they are needed; with distributions of the teacher
     one in each epoch."""
     of_teacher = 0
-    if teacher.gives_distributions:
+    if teacher.address:
+        pass  # the server's devices compute them
+    elif teacher.gives_distributions:
         of_teacher = a.num_epochs
     elif teacher.scores_samples:
         of_teacher = 1

@@ -138,6 +138,10 @@ class TeacherSection:
     """Teacher checkpoint with the model's vocabulary, for on-policy distillation; empty for none.
     With algorithm.advantage=none it is the only signal. Several are NAME=PATH,NAME=PATH, all in
     memory: the column `teacher` of each row names its own."""
+    address: str = key("", stages=("update",))
+    """Address of a server that is the teacher, in place of teacher.path: http://HOST:PORT of vLLM,
+    which gives log-probs of a prompt's tokens (prompt_logprobs). Several are NAME=URL,NAME=URL.
+    teacher.divergence is sampled or topk. A key is read from OPENAI_API_KEY."""
     coef: float = key(1.0, stages=("update",))
     """Weight of the teacher's term."""
     divergence: Literal["sampled", "topk", "full"] = key("sampled", stages=("update",))
@@ -157,7 +161,7 @@ class TeacherSection:
     hint: str = key("", stages=("update",), on_resume="fixed")
     """What the teacher reads in place of a row's last user message, as text or a file with text:
     {prompt} is that message, other names in braces are columns of the row. Without {prompt} it
-    follows the message, after a blank line. Without teacher.path the model itself is the teacher
+    follows the message, after a blank line. Without another teacher the model itself is the teacher
     (SDFT, OPSD)."""
     weights: Literal["base", "live"] = key("base", stages=("update",), on_resume="fixed")
     """Which of its weights the model has as its own teacher, as in TRL: base, those that the run
@@ -180,13 +184,34 @@ class TeacherSection:
             "1 with teacher.divergence=sampled, whose samples of the policy estimate KL(policy, "
             "teacher) alone; or teacher.divergence=full or topk",
         )
-        are_several = bool(_SEVERAL.fullmatch(self.path))
-        num_entries = self.path.count(",") + 1
+        for name, text in (("path", self.path), ("address", self.address)):
+            are_several = bool(_SEVERAL.fullmatch(text))
+            num_entries = text.count(",") + 1
+            require(
+                not are_several or len(_by_name(text)) == num_entries,
+                f"teacher.{name}",
+                text,
+                "a name for each teacher that no other has, as in math=./a,code=./b",
+            )
         require(
-            not are_several or len(self.paths) == num_entries,
-            "teacher.path",
-            self.path,
-            "a name for each teacher that no other has, as in math=./a,code=./b",
+            not (self.path and self.address),
+            "teacher.address",
+            self.address,
+            "empty with teacher.path: teachers are all servers, or all have their weights here",
+        )
+        for url in self.addresses.values():
+            require(
+                url.startswith(("http://", "https://")),
+                "teacher.address",
+                url,
+                "http://HOST:PORT, the address of a server that scores given tokens",
+            )
+        require(
+            not self.address or self.divergence != "full",
+            "teacher.divergence",
+            self.divergence,
+            "sampled or topk with teacher.address: a server gives log-probs of the likeliest "
+            "tokens, not of the whole vocabulary",
         )
         require(
             self.quantise == "none" or bool(self.path),
@@ -198,7 +223,7 @@ class TeacherSection:
             self.weights == "base" or self.is_policy,
             "teacher.weights",
             self.weights,
-            "base, or teacher.hint without teacher.path: only then the model is its own teacher",
+            "base, or teacher.hint without another teacher: only then the model is its own",
         )
 
     @property
@@ -209,21 +234,27 @@ class TeacherSection:
         >>> TeacherSection(path="math=./a,code=./b").paths
         {'math': './a', 'code': './b'}
         """
-        if not self.path:
-            return {}
-        if not _SEVERAL.fullmatch(self.path):
-            return {"": self.path}
-        return dict(entry.split("=", 1) for entry in self.path.split(","))
+        return _by_name(self.path)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The servers that are teachers, by name, like `paths`."""
+        return _by_name(self.address)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all teachers; "" is that of a single one, also of the model itself."""
+        return [*self.paths, *self.addresses] or [""]
 
     @property
     def exists(self) -> bool:
         """True if there is a teacher."""
-        return bool(self.path or self.hint)
+        return bool(self.path or self.address or self.hint)
 
     @property
     def is_policy(self) -> bool:
         """True if the model that is trained is its own teacher, by a prompt with a hint."""
-        return bool(self.hint) and not self.path
+        return bool(self.hint) and not (self.path or self.address)
 
     @property
     def is_first_policy(self) -> bool:
@@ -253,3 +284,13 @@ class TeacherSection:
 
 _SEVERAL = re.compile(r"[\w.-]+=[^,]+(,[\w.-]+=[^,]+)+")
 """Several teachers, each with a name: `math=./a,code=./b`. A single path may have a `=` itself."""
+
+
+def _by_name(text: str) -> dict[str, str]:
+    """Returns what the value of `teacher.path` or `teacher.address` names, by the teachers' names;
+    {} if it is empty."""
+    if not text:
+        return {}
+    if not _SEVERAL.fullmatch(text):
+        return {"": text}
+    return dict(entry.split("=", 1) for entry in text.split(","))

@@ -130,12 +130,17 @@ def test_trl_computes_the_same(case):
     np.testing.assert_allclose(gradient, case["gradient"], rtol=2e-4, atol=2e-6)
 
 
+def in_double() -> tuple[Any, Any]:
+    """(hidden states and head of the record's student, the teacher's scores), inside enable_x64."""
+    student = {name: jnp.array(x) for name, x in RECORD["student"].items()}
+    teacher = {name: jnp.array(x) for name, x in RECORD["teacher"].items()}
+    return student, teacher["hidden"] @ teacher["head"].T / RECORD["temperature"]
+
+
 @pytest.mark.parametrize("case", RECORD["buckets"], ids=lambda case: str(case["beta"]))
 def test_trl_computes_the_same_over_likeliest_tokens(case):
     with jax.enable_x64(True):
-        student = {name: jnp.array(x) for name, x in RECORD["student"].items()}
-        teacher = {name: jnp.array(x) for name, x in RECORD["teacher"].items()}
-        their_scores = teacher["hidden"] @ teacher["head"].T / RECORD["temperature"]
+        student, their_scores = in_double()
         ids, logprobs = top_buckets(their_scores, RECORD["top_k"])
 
         def loss(hidden: jax.Array) -> jax.Array:
@@ -145,6 +150,34 @@ def test_trl_computes_the_same_over_likeliest_tokens(case):
         value, gradient = value_and_gradient(loss, student["hidden"])
         np.testing.assert_allclose(value, case["values"], rtol=1e-9)
         np.testing.assert_allclose(gradient, case["gradient"], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", RECORD["gold"], ids=lambda case: str(case["beta"]))
+def test_trls_gold_computes_the_same_for_equal_tokenizers(case):
+    with jax.enable_x64(True):
+        student, their_scores = in_double()
+
+        def loss(hidden: jax.Array) -> jax.Array:
+            scores = hidden @ student["head"].T / RECORD["temperature"]
+            return divergence(scores, their_scores, case["beta"])
+
+        value, gradient = value_and_gradient(loss, student["hidden"])
+        np.testing.assert_allclose(value, case["values"], rtol=1e-9)
+        np.testing.assert_allclose(gradient, case["gradient"], rtol=1e-7, atol=1e-9)
+
+
+def test_trls_minillm_has_the_mean_of_the_reverse_divergence_in_its_loss():
+    expected = RECORD["minillm"]
+    with jax.enable_x64(True):
+        student, their_scores = in_double()
+
+        def loss(hidden: jax.Array) -> jax.Array:
+            scores = hidden @ student["head"].T / RECORD["temperature"]
+            return divergence(scores, their_scores, 1.0).mean()
+
+        value, gradient = value_and_gradient(loss, student["hidden"])
+        assert value == pytest.approx(expected["values"], rel=1e-9)
+        np.testing.assert_allclose(gradient, expected["gradient"], rtol=1e-7, atol=1e-9)
 
 
 def merged(scores: np.ndarray, ids: np.ndarray) -> np.ndarray:

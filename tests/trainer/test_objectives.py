@@ -3,7 +3,9 @@ tests/run)."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from small import learner, random_groups, whole
 from small_engine import SMALL, make, model, play, request, weights
 
 from shoal.algorithm.advantage import Rewards, Valid
+from shoal.algorithm.logprobs import token_logprobs
 from shoal.algorithm.loss import Mask, Segments, Tokens
 from shoal.checks.settings import algorithm_warnings
 from shoal.config.choices import ADVANTAGES, POLICY_LOSSES, Advantage, PolicyLoss
@@ -236,7 +239,7 @@ def test_a_teachers_part_of_the_advantage_by_hand():
         teacher={(0, 0): np.array([-0.5, -4, -3], np.float32)},
     )
     recorded = MetricSet()
-    teachers = Teachers(TeacherSection("teacher", 0.5), {})
+    teachers = Teachers(TeacherSection("teacher", coef=0.5), {})
     teacher_bonus = updater(teachers=teachers)._teacher_bonus(made, given, recorded)
     assert teacher_bonus is not None
     np.testing.assert_array_equal(teacher_bonus[0, 0], [0.25, -1.0, 0.0])  # half of teacher - old
@@ -244,6 +247,35 @@ def test_a_teachers_part_of_the_advantage_by_hand():
     ones = np.ones((1, 1))
     batch = pack(made, [0], 2 * ones, ones, [whole(made)], 1.0, teacher_bonus=teacher_bonus)[0]
     np.testing.assert_array_equal(unpack([batch], [batch.arrays.advantage])[0, 0], [2.25, 1.0, 2.0])
+
+
+def test_a_teachers_part_of_the_advantage_is_that_of_trls_minillm():
+    """By its record of TRL 1.8: the log-probs of both models, by the chunked head."""
+    record = json.loads((Path(__file__).parents[1] / "algorithm/trl_divergence.json").read_text())
+    labels = np.array([record["minillm"]["labels"]], np.int32)
+
+    def logprobs_of(which: str) -> np.ndarray:
+        head = jnp.array(record[which]["head"], jnp.float32)
+        logprobs, _, _ = token_logprobs(
+            hidden=jnp.array([record[which]["hidden"]], jnp.float32),
+            targets=jnp.array(labels),
+            temperature=jnp.float32(record["temperature"]),
+            project=lambda states: states @ head.T,
+            chunk=2,
+        )
+        return np.asarray(logprobs[0])
+
+    given = PrecomputedLogprobs(
+        old_logprobs={(0, 0): logprobs_of("student")}, teacher={(0, 0): logprobs_of("teacher")}
+    )
+    [group] = random_groups(SMALL, 1, 1, 4, labels.shape[1])
+    completion = replace(group.completions[0], loss_mask=np.ones(labels.shape[1], bool))
+    teachers = Teachers(TeacherSection("teacher"), {})
+    bonus = updater(teachers=teachers)._teacher_bonus(
+        [replace(group, completions=(completion,))], given, MetricSet()
+    )
+    assert bonus is not None
+    np.testing.assert_allclose(bonus[0, 0], record["minillm"]["advantages"], rtol=2e-5)
 
 
 # ---- divergence in the reward, cut completions, penalties

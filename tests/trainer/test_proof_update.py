@@ -251,7 +251,7 @@ def run(
     reference = ParameterScorer(learner, put(1)) if a.kl_coef else None
     teachers = None
     if teacher:
-        section = TeacherSection("teacher", TEACHER_COEF)
+        section = TeacherSection("teacher", coef=TEACHER_COEF)
         teachers = Teachers(section, {"": FixedTeacher(ParameterScorer(learner, put(2)))})
     updater = Updater(
         learner,

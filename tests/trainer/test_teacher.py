@@ -48,7 +48,7 @@ TEMPERATURE = 0.7
 
 
 def section(divergence: Any, beta: float = 1.0, top_k: int = 5) -> TeacherSection:
-    return TeacherSection("teacher", 0.3, divergence, beta, top_k)
+    return TeacherSection("teacher", coef=0.3, divergence=divergence, beta=beta, top_k=top_k)
 
 
 def batch_of_rows(shards: int = 1) -> LearnerBatch:

@@ -268,10 +268,10 @@ def test_the_exported_model_says_the_same_in_transformers(family, exported, tmp_
                 max_new_tokens=12,
                 pad_token_id=0,
             )
-        assert made[0, ids.shape[1] :].tolist() == row["completion_ids"]
+        assert made[0, ids.shape[1] :].tolist() == row["token_ids"]
     before = greedy(family[0].model, tmp_path, [*messages, "The user gives 10"])
     # it did learn
-    assert [row["completion_ids"] for row in before] != [row["completion_ids"] for row in rows]
+    assert [row["token_ids"] for row in before] != [row["token_ids"] for row in rows]
 
 
 # ---- generate
@@ -323,15 +323,15 @@ def test_a_row_a_completion_in_order(workshop, sampled):
             "index",
             "prompt",
             "prompt_ids",
-            "completion_ids",
+            "token_ids",
             "logprobs",
             "completion",
             "stop_reason",
         }
         assert (row["index"], row["prompt"]) == (at // 2, prompt)
         assert row["prompt_ids"] == tokenizer.encode_prompt(prompt).tolist()
-        assert row["completion"] == tokenizer.decode(row["completion_ids"])
-        assert 1 <= len(row["completion_ids"]) == len(row["logprobs"]) <= 12
+        assert row["completion"] == tokenizer.decode(row["token_ids"])
+        assert 1 <= len(row["token_ids"]) == len(row["logprobs"]) <= 12
         for value in row["logprobs"]:
             assert -20 < value < 0
         ended = row["completion_ids"][-1] in tokenizer.eos_ids

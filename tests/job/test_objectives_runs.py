@@ -460,3 +460,42 @@ def test_a_teacher_behind_an_address_teaches_as_one_that_is_here(workshop, diver
         for metric in ("teacher/kl", "teacher/divergence", "objective", "grad_norm"):
             if metric in own:
                 assert served[metric] == pytest.approx(own[metric], rel=2e-3, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_a_teachers_samples_are_data_with_its_distributions(workshop, capsys, kind):
+    """Sequence-level distillation: what the teacher samples is what the student learns."""
+    teacher = write_model_with_tokenizer(workshop.folder / "teacher", "qwen3", "chatml", seed=5)
+    prompts = workshop.folder / f"prompts-{kind}.jsonl"
+    rows = []
+    for number in range(4):
+        prompt = f"{number} + 3 = ?"
+        if kind == "messages":
+            prompt = [{"role": "user", "content": prompt}]
+        rows.append({"prompt": prompt, "answer": str(number + 3)})
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = workshop.folder / f"samples-{kind}.jsonl"
+    words = [f"model={teacher}", f"prompts={prompts}", f"output={samples}", "num_generations=2"]
+    assert cli.main(["generate", *words, "sampling.max_completion_tokens=12"]) == 0
+    texts = [json.loads(line)["completion"] for line in samples.read_text().splitlines()]
+    assert len(texts) == 8
+    words = [
+        "sft",
+        f"model={workshop.model}",
+        f"task.path={samples}",
+        f"teacher.path={teacher}",
+        "teacher.divergence=full",
+        "teacher.beta=0",
+        "batch.prompts_per_step=8",
+        "steps=1",
+        f"base_output_directory={workshop.runs}",
+        f"run_name=samples-{kind}",
+    ]
+    assert cli.main(words) == 0, capsys.readouterr().err
+    run = workshop.runs / f"samples-{kind}"
+    [row] = metrics(run)
+    assert row["teacher/divergence"] > 1e-3 and row["grad_norm"] > 0
+    # A chat template writes the messages' contents without white space around them.
+    learned = [group["completions"][0]["text"].strip() for group in groups(run, 1)]
+    assert sorted(learned) == sorted(text.strip() for text in texts)

@@ -22,6 +22,7 @@ from shoal.config.choices import ADVANTAGES, POLICY_LOSSES
 from shoal.config.sections.reward import RewardSection
 from shoal.job import job as job_module
 from shoal.job import training as job_training
+from shoal.job.teacher_server import TeacherServer
 from shoal.model.transformer import Model
 from shoal.protocols import GroupRequest
 from shoal.records import (
@@ -125,6 +126,7 @@ PAIRS = [
     (protocols.RolloutSource, MultiProcessSource),
     (protocols.Scorer, ParameterScorer),
     (protocols.Scorer, ModelScorer),
+    (protocols.SequenceScorer, TeacherServer),
     (protocols.Printer, Console),
 ]
 

@@ -183,8 +183,8 @@ def _named(task: Any, held_out: Any, correct: Any, overrides: Mapping[str, Any])
     """Returns a copy of the overrides with the task among them: `task.name` is `rows` if `task` is
     data from Python, else `task` is a name or settings, missing if it is None. Raises ShoalError if
     `held_out` or `correct` is given without data from Python."""
+    from shoal.config.keywords import ROWS
     from shoal.tasks.custom import is_data
-    from shoal.tasks.task import ROWS
 
     if is_data(task):
         return {**overrides, "task.name": ROWS}

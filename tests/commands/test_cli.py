@@ -570,7 +570,7 @@ def test_a_step_in_one_line():
     [
         ({}, "rises to 0.001 in the first 5 of 40 updates, then stays"),
         ({"warmup_steps": 0}, "0.001 from the first update, which stays"),
-        ({"schedule": "linear"}, "in the first 5 of 40 updates, then falls to 0 in a line"),
+        ({"schedule": "linear"}, "in the first 5 of 40 updates, then falls linearly to 0"),
         ({"warmup_steps": 80}, "rises to 0.0005 in 40 updates; its warm-up to 0.001 takes 80"),
     ],
 )

@@ -230,7 +230,7 @@ def test_evaluations_are_compared_too(first, tmp_path, capsys):
     (copy / "evaluations.jsonl").write_text(json.dumps(lines[0]) + "\n")
     result = compared(first, copy)
     assert result["identical"] is True and result["evaluations_compared"] == 1
-    assert "the 1 of both are compared" in capsys.readouterr().out
+    assert "of which 1 of the same step and data set are compared" in capsys.readouterr().out
 
 
 def test_a_damaged_line_of_evaluations_is_named(first, tmp_path):

@@ -875,6 +875,7 @@ def test_a_file_that_leaves_a_tasks_preset_out_says_so(tmp_path):
     [note] = resolved.notes
     assert (
         "mine.yaml does not load the preset of task=gsm8k" in note
+        and "sampling.max_completion_tokens=64 (preset: 512)" in note
         and "defaults: [gsm8k, _self_]" in note
     )
     file.write_text("defaults: [gsm8k, _self_]\noptimizer: {lr: 1.0e-5}\n")

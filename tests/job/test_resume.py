@@ -1801,7 +1801,8 @@ def test_a_stop_takes_seconds_wherever_the_run_is(
     error = capfd.readouterr().err
     assert_stopped(run, saved_step, code, error, time.monotonic() - asked_at[0])
     assert (
-        f"the steps completed so far, if any, are saved; waits for {waits_for}; once more" in error
+        f"the steps completed so far, if any, are saved; waits for {waits_for}; press Ctrl-C again"
+        in error
     )
     reached.with_name("hang_at").write_text("")
     assert_equal_ends(unbroken, workshop.train(run.name, *words))
@@ -1843,7 +1844,7 @@ def test_a_second_signal_ends_at_once(capfd):
     with stop_on_signals() as stop:
         stop.check()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert "once more to stop at once" in capfd.readouterr().err
+        assert "press Ctrl-C again to stop at once" in capfd.readouterr().err
         stop.check(patience_seconds=60)
         with pytest.raises(StopRequested):
             stop.check()

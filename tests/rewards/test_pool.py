@@ -1196,7 +1196,11 @@ def test_none_for_everything_ends_the_run(workers: int) -> None:
         r"for data row 4, completion 1 .*: nothing can be learned; return a numb",
     ):
         judge(["none"] * 32)
-    with pytest.raises(ShoalError, match="checker returned None"):
+    with pytest.raises(
+        ShoalError,
+        match="checker returned None for 40 known answers tried before, and for every completion "
+        "of 1 group in a row",
+    ):
         judge(["none"], trial=True)
     assert judge((["none"] * 31 + ["good"]) * 2) == 64
     assert judge(["none"] * 40, max_failed_share=1.0) == 40

@@ -142,6 +142,16 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
     ):
         run(judge)
 
+    def mistyped(completion: Any) -> list[float]:
+        return []
+
+    with pytest.raises(
+        ShoalError,
+        match="neither an argument of reward functions nor a column, did you mean "
+        r"completions\?",
+    ):
+        run(mistyped)
+
     def by_position(completions: Any, /) -> list[float]:
         return []
 

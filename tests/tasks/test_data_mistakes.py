@@ -242,7 +242,7 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
         "a.jsonl",
         lines(*GOOD[:1] * 3),
         {},
-        ["every training prompt is held out too", "task.eval_split=train"],
+        ["all rows have the same prompt", "task.eval_split=train"],
     ),
 }
 

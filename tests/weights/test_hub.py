@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,9 @@ from tiny_runs import Workshop
 from shoal import cli
 from shoal.commands.export import export
 from shoal.config.commands import ExportConfig
+from shoal.config.merge import compose
 from shoal.records import ShoalError
+from shoal.runs.card import _command
 from shoal.weights import hub
 
 
@@ -118,6 +121,22 @@ def test_the_card_says_what_the_run_was(run: Path, tmp_path: Path):
     assert "\nshoal train steps=2 " in text and "run_name" not in text
     rows = text[text.index("| step | mean reward |") :].splitlines()[2:4]
     assert [row.split(" | ")[0] for row in rows] == ["| 1", "| 2"]
+
+
+def test_the_card_of_a_run_from_python_has_its_call(tmp_path: Path):
+    words = ["model=./brief", "reward.functions=[python:short,python:exact]", "task.name=rows"]
+    words += ["batch.prompts_per_device=2", "optimizer.lr=1e-5"]
+    config, _ = compose("train", words)
+    code = _command(config).removeprefix("```python\n").removesuffix("\n```")
+    given: dict[str, Any] = {}
+    calls = SimpleNamespace(train=lambda **keywords: given.update(keywords))
+    names = {"rows": [1], "short": "f", "exact": "g"}
+    exec(code.removeprefix("import shoal\n"), {"shoal": calls, **names})
+    # The task and the functions by their names, all else by its key: what the preset sets, too.
+    assert (given["task"], given["reward"]) == ([1], ["f", "g"])
+    assert (given["model.path"], given["optimizer.lr"]) == ("./brief", 1e-5)
+    assert given["batch.prompts_per_device"] == 2 and "batch.prompts_per_step" not in given
+    assert not {"task.name", "reward.functions"} & set(given)
 
 
 def test_the_card_of_an_earlier_checkpoint_has_nothing_of_later_steps(run: Path, tmp_path: Path):

@@ -16,7 +16,7 @@ import numpy as np
 
 from shoal.chat.dialogue import ASSISTANT, Stream, streams_of, text_stream, unwritten
 from shoal.chat.tokenizer import Tokenizer
-from shoal.checks.reward import gold_of, write_answer
+from shoal.checks.reward import FORMS, gold_of, worked_solution, write_answer
 from shoal.config.derived import evaluation_completions
 from shoal.config.sections.devices import MeshSection
 from shoal.config.train import Config
@@ -363,7 +363,11 @@ def _check_answers(config: Config, task: Task, tokenizer: Tokenizer, check: Find
         example = task.train[row]
         gold = gold_of(example)
         if gold is not None:
-            text = write_answer(example, gold, gold)
+            form = next(iter(FORMS))
+            if config.reward.functions and not worked_solution(example, gold):
+                # Whether the user's functions want tags is unknown, and the data has no reasoning.
+                form = "bare"
+            text = write_answer(example, gold, gold, form)
             known.append(text)
             lengths.append(len(tokenizer.encode_prompt(text)) + 1)  # one for the end of sequence
     if not known:

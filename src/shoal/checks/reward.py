@@ -179,19 +179,25 @@ def gold_of(example: Example) -> str | None:
     return (extract_answer(text) or text.rpartition("####")[2]).strip() or None
 
 
-def write_answer(example: Example, gold: str, answer: str, form: str = next(iter(FORMS))) -> str:
-    """Returns a made-up completion: the example's worked solution (`Step by step.` if it has none),
-    then `answer`, in one of FORMS (`form`: a key of it, by default the first). In the solution
-    `gold`, the right answer, is replaced by `answer`, so that a wrong answer does not mention the
-    right one."""
+def worked_solution(example: Example, gold: str) -> str:
+    """Returns the reasoning that the data has for an example: what stands in `<reasoning>` or
+    before `####` in its column `solution` or `answer`. "" if there is none beside `gold`, the right
+    answer."""
     text = str(example.columns.get("solution") or example.columns.get("answer") or "")
     reasoning = re.search(r"<reasoning>(.*?)</reasoning>", text, re.DOTALL)
     if reasoning:
         thought = reasoning[1]
     else:
         thought = text.partition("####")[0].strip()
-    if thought in ("", gold):
-        thought = "Step by step."
+    return "" if thought == gold else thought
+
+
+def write_answer(example: Example, gold: str, answer: str, form: str = next(iter(FORMS))) -> str:
+    """Returns a made-up completion: the example's worked solution (`Step by step.` if it has none),
+    then `answer`, in one of FORMS (`form`: a key of it, by default the first). In the solution
+    `gold`, the right answer, is replaced by `answer`, so that a wrong answer does not mention the
+    right one."""
+    thought = worked_solution(example, gold) or "Step by step."
 
     def in_place_of_gold(_: re.Match[str]) -> str:
         # `re.sub` gets a function, because in a template a backslash would be an escape.

@@ -22,6 +22,7 @@ from shoal.config.choices import (
 )
 from shoal.config.derived import max_support, num_updates, oldest_samples, step_text
 from shoal.config.key import get_value, keys_of, shown
+from shoal.config.keywords import ROWS
 from shoal.config.merge import packaged_values
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.critic import CriticSection
@@ -33,7 +34,7 @@ from shoal.files import check_base, check_local, check_writable, find_input
 from shoal.findings import Findings
 from shoal.records import ShoalError
 from shoal.runs.layout import find_named, is_run, named_folder, refuse_foreign
-from shoal.tasks.task import ROWS, TASKS, load_by_name, no_reward
+from shoal.tasks.task import TASKS, load_by_name, no_reward
 from shoal.text import count, exact
 
 HIGHEST_LR = 1e-2

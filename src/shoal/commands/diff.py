@@ -66,8 +66,8 @@ def _report(comparison: Comparison, notes: Sequence[RunNotes], console: Console)
     evaluations_of_run, evaluations_of_other = comparison.num_evaluations
     if comparison.evaluations_compared < max(evaluations_of_run, evaluations_of_other):
         console.note(
-            f"they have {evaluations_of_run} and {evaluations_of_other} evaluations (of a version, "
-            f"on a data set): the {comparison.evaluations_compared} of both are compared"
+            f"they have {evaluations_of_run} and {evaluations_of_other} evaluations, of which "
+            f"{comparison.evaluations_compared} of the same step and data set are compared"
         )
     if not comparison.group_steps_compared:
         console.note(

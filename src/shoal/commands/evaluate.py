@@ -12,6 +12,7 @@ from shoal.checks.overlap import Overlap, find_overlap
 from shoal.checks.settings import check_model
 from shoal.commands.responses import report_evaluation, write_answers
 from shoal.config.commands import EvalConfig
+from shoal.config.keywords import ROWS
 from shoal.config.sections.task import TaskSection
 from shoal.files import check_new_file
 from shoal.findings import Findings
@@ -21,7 +22,7 @@ from shoal.job.rescore import question_text
 from shoal.records import Group, Purpose, ShoalError, ground_truth
 from shoal.report.console import Console
 from shoal.rewards.scores import failure_counts
-from shoal.tasks.task import ROWS, Task
+from shoal.tasks.task import Task
 from shoal.trainer.evaluation import Answers, Evaluator
 
 OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")

@@ -259,7 +259,7 @@ def learning_rate_text(config: Config) -> str:
     warmup = optimizer.warmup_steps
     after = {
         "constant": "stays",
-        "linear": "falls to 0 in a line",
+        "linear": "falls linearly to 0",
         "cosine": "falls to 0 in a half cosine",
     }[optimizer.schedule]
     if warmup > updates:

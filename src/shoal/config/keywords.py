@@ -130,6 +130,10 @@ FROM_PYTHON = "python:"
 """The beginning of names, in a stored configuration, that stand for objects given from Python."""
 
 
+ROWS = "rows"
+"""The name, in a stored configuration, of the task of rows that were given from Python."""
+
+
 class GivenObjects:
     """Tools, environments and rollout functions that were given from Python, by the names that
     stand for them.

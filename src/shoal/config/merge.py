@@ -702,12 +702,16 @@ def _preset_not_loaded(config: Any, merged: Merged, file: Path) -> Iterator[str]
         for _, setting in merged.settings:
             if setting.of_rule:
                 keys_given.add(setting.key)
-        not_given = [key for key in of_preset.in_effect if key not in keys_given]
-        if not_given:
+        differences = []
+        for key in of_preset.in_effect:
+            value, of_preset_value = get_value(config, key), of_preset.get(key)
+            if key not in keys_given and value != of_preset_value:
+                differences.append(f"{key}={shown(value)} (preset: {shown(of_preset_value)})")
+        if differences:
             yield (
-                f"{file.name} does not load the preset of task={config.task.name} ({not_given[0]} "
-                f"and {len(not_given) - 1} more keep their defaults): `defaults: [{preset.stem}, "
-                "_self_]` in the file loads it"
+                f"{file.name} does not load the preset of task={config.task.name}, so the run has "
+                f"{', '.join(differences)}; `defaults: [{preset.stem}, _self_]` in the file loads "
+                "the preset"
             )
 
 

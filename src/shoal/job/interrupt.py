@@ -108,7 +108,7 @@ def stop_on_signals(
             raise KeyboardInterrupt(f"stopped at once: {kept()}")
         waits = f"; waits for {stop.waits_for}" if stop.waits_for else ""
         saved = "the steps completed so far, if any, are saved"
-        os.write(2, f"\nstopping: {saved}{waits}; once more to stop at once\n".encode())
+        os.write(2, f"\nstopping: {saved}{waits}; press Ctrl-C again to stop at once\n".encode())
         stop.request()
 
     if threading.current_thread() is not threading.main_thread():

@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal.config.arguments import Layer, Setting
 from shoal.config.commands import EvalConfig
 from shoal.config.key import keys_of
-from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS
+from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS, ROWS
 from shoal.config.merge import Resolved, load
 from shoal.config.sections.task import GENERATED_TASKS
 from shoal.config.stored import difference_from_defaults
@@ -20,7 +20,6 @@ from shoal.records import Example, ShoalError
 from shoal.report.console import Console
 from shoal.runs.layout import is_run
 from shoal.runs.reader import read_requested
-from shoal.tasks.task import ROWS
 from shoal.weights.checkpoints import find_checkpoint
 
 SECTIONS = ("task", "reward", "environment", "sampling")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.config.keywords import FROM_PYTHON
+from shoal.config.keywords import FROM_PYTHON, ROWS
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.task import TaskSection
@@ -16,7 +16,7 @@ from shoal.tasks.builtin_rewards import PENALTY, find_builtin, overlong_punishme
 from shoal.tasks.custom import Correct, rows_task
 from shoal.tasks.generated import LazyRows
 from shoal.tasks.graders.judge_model import JudgeFunction
-from shoal.tasks.task import ROWS, Task, load_by_name, no_reward
+from shoal.tasks.task import Task, load_by_name, no_reward
 from shoal.text import count
 from shoal.trainer.prompts import Encode, TokenizedExample, prepare
 

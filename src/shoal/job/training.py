@@ -17,7 +17,7 @@ from shoal.buckets import RUNS, address, area_of, cache_path
 from shoal.chat.tokenizer_files import read_date, write_date
 from shoal.config.derived import needs_first_weights, price_per_hour
 from shoal.config.key import shown
-from shoal.config.keywords import FROM_PYTHON
+from shoal.config.keywords import FROM_PYTHON, ROWS
 from shoal.config.stored import difference_from_defaults, texts_of, to_dict, to_yaml
 from shoal.config.train import Config
 from shoal.files import explain_write_errors
@@ -40,7 +40,6 @@ from shoal.runs.mirror import Mirror
 from shoal.runs.recipe import Followed
 from shoal.runs.writer import NullRunWriter, RunWriter
 from shoal.stop import StopSignal
-from shoal.tasks.task import ROWS
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import NOTHING_KEPT, Run
 from shoal.trainer.schedule import schedule_of

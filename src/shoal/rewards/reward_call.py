@@ -471,15 +471,23 @@ def _accepted_arguments(
         if num_rollouts:
             given[name] = [None] * num_rollouts
         else:
-            columns = [column for column in given if column not in _ARGUMENTS]
-            near = did_you_mean(name, columns, lists_all=True)
-            raise _BrokenConvention(
-                f"wants {name!r}, which is no column of the data{near} "
-                f"(task.columns=[{name}=OTHER] renames one)"
-            )
+            raise _BrokenConvention(f"wants {name!r}, {_what_is_near(name, given)}")
     if takes_all:
         return given
     return {name: value for name, value in given.items() if name in named}
+
+
+def _what_is_near(name: str, given: Mapping[str, Any]) -> str:
+    """Returns the end of the sentence on an argument `name` that a function requires and `given`
+    does not have: the column or argument that was probably meant, else the data's columns."""
+    arguments = [argument for argument in given if argument in _ARGUMENTS]
+    columns = [column for column in given if column not in _ARGUMENTS]
+    near_argument = did_you_mean(name, arguments)
+    if near_argument and not did_you_mean(name, columns):
+        return f"which is neither an argument of reward functions nor a column{near_argument}"
+    near = did_you_mean(name, columns, lists_all=True)
+    other = columns[0] if len(columns) == 1 else "OTHER"
+    return f"which is no column of the data{near} (task.columns=[{name}={other}] renames one)"
 
 
 # ---- results

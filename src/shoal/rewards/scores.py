@@ -343,8 +343,8 @@ class ScoreColumn:
             self._fail(
                 i,
                 CallResult(kind="not a number", text=text),
-                f"for {self.batch.describe(i)}: expected a finite number, or one a turn; None "
-                "where it cannot judge",
+                f"for {self.batch.describe(i)}: expected a finite number, a list with one "
+                "number for each turn, or None if the function cannot judge",
             )
         for column, logged_values in result.extra.items():
             if column not in self.extra:
@@ -423,6 +423,7 @@ class RewardWatch:
         # Seconds waited in total, and when the current wait began.
         self._waited = self._since = 0.0
         self._unscored = 0
+        self._unscored_in_trial = 0
 
     def begin_wait(self) -> None:
         """Starts the clock of a wait for results. The time before it, since the last wait, does not
@@ -497,15 +498,23 @@ class RewardWatch:
         for is_valid in groups:
             if is_valid.any():
                 self._unscored = 0
+                self._unscored_in_trial = 0
+            elif not scores.failures and batch.trial:
+                self._unscored_in_trial += 1
             elif not scores.failures:
                 self._unscored += 1
-        if batch.trial:
-            # One group of the run without a score may still end it.
-            self._unscored = min(self._unscored, NUM_UNSCORED - 1)
-        elif self._unscored >= NUM_UNSCORED and self.section.max_failed_share < 1:
+        # One group of the run without a score may still end it.
+        counted_of_trial = min(self._unscored_in_trial, NUM_UNSCORED - 1)
+        if batch.trial or self.section.max_failed_share == 1:
+            return
+        if self._unscored + counted_of_trial >= NUM_UNSCORED:
             names = ", ".join(scores.components)
+            tried = ""
+            if self._unscored_in_trial:
+                tried = f"{count(self._unscored_in_trial, 'known answer')} tried before, and for "
             raise ShoalError(
-                f"{names} returned None for every completion of {self._unscored} groups in a row, "
+                f"{names} returned None for {tried}every completion of "
+                f"{count(self._unscored, 'group')} in a row, "
                 f"the last for {batch.describe(len(batch) - 1)}: nothing can be learned; return a "
                 "number for what can be judged, or set reward.max_failed_share=1 (no limit)"
             )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib.metadata import metadata, version
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from shoal.config.key import shown
+from shoal.config.keywords import FROM_PYTHON, ROWS
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
 from shoal.files import HUB_ID
@@ -20,6 +22,13 @@ _MOST_POINTS = 10
 """Steps of the reward's curve that the card has."""
 _NOT_OF_THE_RECIPE = ("run_name", "base_output_directory", "resume")
 """Keys that say where a run is, which are left out of its command."""
+_KEYWORDS = {
+    "reward.functions": "reward",
+    "environment.tools": "tools",
+    "environment.factory": "environment",
+    "environment.rollout": "rollout",
+}
+"""Key -> the keyword of `shoal.train` that takes objects for it."""
 
 
 def model_card(run: StoredRun, step: int, adapter: bool) -> str:
@@ -32,7 +41,7 @@ def model_card(run: StoredRun, step: int, adapter: bool) -> str:
     is_last = step >= max(run.metrics(), default=0)
     parts = [
         _header(config, adapter),
-        f"# {config.model.path} after {count(step, 'step')} of reinforcement learning",
+        f"# {_name_of(config.model.path)} after {count(step, 'step')} of reinforcement learning",
         _summary(config, step, adapter),
     ]
     if is_last:
@@ -43,7 +52,7 @@ def model_card(run: StoredRun, step: int, adapter: bool) -> str:
     curve = _curve(run.metrics(), step)
     if curve:
         parts += ["## Reward while training", _table(("step", "mean reward"), curve)]
-    parts += ["## Command", f"```bash\n{_command(read_requested(run.path))}\n```", _versions()]
+    parts += ["## Command", _command(read_requested(run.path)), _versions()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -59,13 +68,18 @@ def _header(config: Config, adapter: bool) -> str:
     return f"---\n{yaml.safe_dump(header, sort_keys=False)}---"
 
 
+def _name_of(path: str) -> str:
+    """Returns a hub id unchanged, and of a folder's path the folder's own name."""
+    return path if HUB_ID.fullmatch(path) else Path(path).name
+
+
 def _summary(config: Config, step: int, adapter: bool) -> str:
     batch = config.batch
     task = config.task.path or config.task.name
     prompts = batch.prompts_per_step
     what = "An adapter (LoRA) on" if adapter else "Weights of"
     text = (
-        f"{what} `{config.model.path}`, trained on `{task}` with the loss "
+        f"{what} `{_name_of(config.model.path)}`, trained on `{task}` with the loss "
         f"`{config.algorithm.loss}` and the advantage `{config.algorithm.advantage}`, in "
         f"{count(step, 'step')} of {count(prompts, 'prompt')} x "
         f"{count(batch.group_size, 'completion')}, by {_shoal()}."
@@ -100,12 +114,51 @@ def _curve(metrics: Mapping[int, Mapping[str, Any]], step: int) -> list[tuple[st
 
 
 def _command(requested: Config) -> str:
-    """Returns the command line that asks for such a run: the keys that differ from the defaults."""
-    words = ["shoal", "train"]
-    for name, value in difference_from_defaults(requested).items():
-        if name not in _NOT_OF_THE_RECIPE:
-            words.append(f"{name}={shown(value)}")
-    return shlex.join(words)
+    """Returns a block of code that asks for such a run, with the keys that differ from the
+    defaults: a command line, or a call of `shoal.train` if the run's data or functions came from
+    Python."""
+    settings = difference_from_defaults(requested)
+    for name in _NOT_OF_THE_RECIPE:
+        settings.pop(name, None)
+    if requested.batch.prompts_per_device:
+        # It decides how many prompts a step has, and Shoal warns of both.
+        settings.pop("batch.prompts_per_step", None)
+    if requested.task.name == ROWS or any(map(_names_object, settings.values())):
+        return f"```python\n{_python_call(settings)}\n```"
+    words = ["shoal", "train"] + [f"{name}={shown(value)}" for name, value in settings.items()]
+    return f"```bash\n{shlex.join(words)}\n```"
+
+
+def _names_object(value: Any) -> bool:
+    """Returns whether a key's value, or one of its values, names an object from Python."""
+    values = value if isinstance(value, tuple) else (value,)
+    return any(str(one).startswith(FROM_PYTHON) for one in values)
+
+
+def _python_call(settings: Mapping[str, Any]) -> str:
+    """Returns the call of `shoal.train` with these settings. Objects from Python stand there by
+    their names, the data as `rows`: the reader has to define them."""
+    arguments = []
+    others = []
+    for key, value in settings.items():
+        if key == "task.name" and value == ROWS:
+            arguments.append("    task=rows,  # the data")
+        elif key in _KEYWORDS and _names_object(value):
+            arguments.append(f"    {_KEYWORDS[key]}={_as_python(value)},")
+        else:
+            others.append(f"        {key!r}: {_as_python(value)},")
+    return "\n".join(
+        ["import shoal", "", "shoal.train(", *arguments, "    **{", *others, "    },", ")"]
+    )
+
+
+def _as_python(value: Any) -> str:
+    """Returns a key's value as Python code. A name of an object is written without quotes."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_as_python, value))}]"
+    if _names_object(value):
+        return value.removeprefix(FROM_PYTHON)
+    return repr(value)
 
 
 def _shoal() -> str:

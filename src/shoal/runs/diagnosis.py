@@ -371,7 +371,7 @@ ROWS = (
         ">",
         0.5,
         "it correlates with length (rank correlation {correlation:+.2f})",
-        "training may yield {longer} completions, and little else",
+        "training may make completions {longer}, whether or not they get better",
         "reward.functions",
         symptom="the-length-runs-off",
     ),

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shoal.config.keywords import ROWS
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, ShoalError, ground_truth
 from shoal.tasks.data_folder import Published
 from shoal.tasks.examples import SHARE_GPT_ADVICE, ExampleMaker, is_share_gpt, prompt_key
 from shoal.tasks.splits import Splits, read_splits, with_rows
-from shoal.tasks.task import CUSTOM, ROWS, Task
+from shoal.tasks.task import CUSTOM, Task
 from shoal.tasks.template import fill, parse_template, template_text
 from shoal.text import count
 

@@ -187,6 +187,12 @@ class Splits:
         held_out_keys = {key(row) for row in self.held_out}
         kept = [row for row in self.train if key(row) not in held_out_keys]
         if self.train and not kept and not is_evaluating():
+            if len(held_out_keys) == 1:
+                raise ShoalError(
+                    f"task {self.task}: all rows have the same {noun}, so none is left to train on "
+                    "once some are held out: give other data, or evaluate on the rows that are "
+                    f"trained on, {self.on_purpose}"
+                )
             raise ShoalError(
                 f"task {self.task}: every training {noun} is held out too: give other data, or "
                 f"evaluate on the rows that are trained on, {self.on_purpose}"

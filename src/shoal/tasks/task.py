@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shoal.config.keywords import ROWS
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, RewardFunction, ShoalError
 from shoal.text import nearest
 
 CUSTOM = "custom"
-ROWS = "rows"
 OWN_DATA = (CUSTOM, ROWS)
 """The two names of the task of a user's own rows: `custom` if read from files, `rows` if given from
 Python."""

@@ -34,6 +34,7 @@ from shoal.commands.view.run import (
     recipe_band,
     shown_differences,
 )
+from shoal.config.keywords import ROWS
 from shoal.files import check_local
 from shoal.records import ShoalError
 from shoal.runs.group_table import COLUMNS, COMPLETION_COLUMNS, Database, GroupTable
@@ -41,7 +42,6 @@ from shoal.runs.layout import CONFIG, DECIDED, LAST, RECIPE, SUMMARY, is_run
 from shoal.runs.lines import EvaluationLine, EventLine, reason
 from shoal.runs.notes import NOTES, RunNotes, write_notes
 from shoal.runs.reader import Evaluations, LineReader, StoredRun, open_runs
-from shoal.tasks.task import ROWS
 from shoal.text import did_you_mean
 
 POLL_SECONDS, IDLE_POLL_SECONDS, IDLE_AFTER = 1.0, 5.0, 20.0

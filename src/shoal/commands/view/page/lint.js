@@ -60,7 +60,7 @@ function drawLint(node, run, record) {
   const reading = record.done ? "" : record.waiting ? `Groups are still being read: ${count(record.waiting, "file")} to go.`
     : `Texts are being read: ${num(record.read)} of ${count(record.files, "file")}.`;
   replace(node, el("h1", { text: `Lint of ${run}` }),
-    el("p", { class: "faint", role: "status", text: reading || `Of ${count(record.files, "step")} the texts were read, of all groups the numbers.` }),
+    el("p", { class: "faint", role: "status", text: reading || `The texts of ${count(record.files, "step")} and the numbers of all groups were read.` }),
     !record.findings.length ? null : cards.length ? cards : el("p", { class: "card", text: reading ? "Nothing looks wrong so far." : "Nothing looks wrong." }),
     fine.length ? el("section", { class: "card" }, el("h2", { text: "Checked, and fine" }), el("ul", { class: "fine" },
       fine.map((found) => el("li", {}, el("strong", { text: found.title }), ` ${found.text}`)))) : null,

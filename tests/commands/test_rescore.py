@@ -152,7 +152,7 @@ def test_a_reward_of_length_is_detected(run, capsys):
     assert result["lint"]["correlation_with_length"] == pytest.approx(1)
     assert result["comparison"]["nonzero_std_groups"] == [3, 4]
     assert (
-        "it correlates with length (rank correlation +1.00): training may yield longer completions"
+        "it correlates with length (rank correlation +1.00): training may make completions longer"
         in capsys.readouterr().out
     )
     assert [(hack["step"], hack["group"], hack["completion"]) for hack in result["hacks"]] == [

@@ -208,6 +208,7 @@ def test_the_reference_reads_what_the_rule_says():
         pytest.param(in_parts(by_spans(8, 16), 2), 96, 2, 2, 16, id="spans of a part"),
         pytest.param(on_tpu, 300, 8, 4, 64, id="TPU", marks=pytest.mark.slow),
         pytest.param(on_tpu, 520, 3, 1, 128, id="TPU, one key head", marks=pytest.mark.slow),
+        pytest.param(on_tpu, 300, 8, 1, 512, id="TPU, wide heads", marks=pytest.mark.slow),
         pytest.param(by_pallas(16), 90, 6, 2, 24, id="pallas"),
         pytest.param(
             by_pallas(64), 200, 4, 2, 128, id="pallas in a GPU's tiles", marks=pytest.mark.slow
@@ -649,6 +650,9 @@ def test_the_kind_follows_from_device_and_shape(monkeypatch):
     one, eight, kept = (replace(model, architecture=wide) for model in (one, eight, kept))
     monkeypatch.setattr(Role, "platform", "tpu")
     assert kinds(1, 256) == ["reference"] * 3 and kinds(1, 512) == ["pallas"] * 3
+    for head_dim, kind in ((512, "pallas"), (640, "reference")):  # Gemma 4 has 512
+        wider = replace(one, architecture=replace(wide, head_dim=head_dim))
+        assert attention_kind(wider, 1, 2048) == kind
     assert attention_kind(replace(one, attention="reference"), 1, 16384) == "reference"
 
 

@@ -17,8 +17,11 @@ from shoal.budget.memory import (
     activation_bytes,
     device_memory,
     held_versions,
+    input_bytes,
     sampled_architecture,
+    score_bytes,
     teacher_update_bytes,
+    unstacked_bytes,
     update_bytes,
     weight_budget,
 )
@@ -174,9 +177,12 @@ def with_update(
     """Returns the budget of a job's weights with the estimated memory of an update added, whose
     micro-batches have `tokens` tokens on each device. `remat`: a value of `model.remat`, except
     `auto` and `none`."""
-    activations = update_bytes(a, role, dtype, tokens)
-    activations += activation_bytes(a, tokens, dtype, remat, role.expert)
     config = weights.config
+    longest = longest_sequence(config)
+    model = Model(a, role, dtype, remat, config.model.attention, longest_sequence=longest)
+    stored = activation_bytes(a, tokens, dtype, remat, role.expert)
+    activations = update_bytes(a, role, dtype, tokens) + stored + score_bytes(model, tokens)
+    activations += unstacked_bytes(a, role, stored + input_bytes(a, tokens, dtype))
     teachers = all_teachers(config, a, teacher_architectures(config))
     activations += teacher_update_bytes(config.teacher, teachers, role, dtype, tokens)
     update = {"accumulate": StepProgram("trainer")}

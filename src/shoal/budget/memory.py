@@ -28,6 +28,7 @@ from shoal.mesh import PINNED_HOST, Role, Roles, accelerator_of, memory_stats
 from shoal.mesh.programs import MAX_IN_FLIGHT
 from shoal.model.architecture import Architecture, Layer
 from shoal.model.attention.caches import PAGE, PagedCache
+from shoal.model.attention.selector import attention_kind
 from shoal.model.head import head_alone
 from shoal.model.layers import ffn_chunks, stacked_blocks
 from shoal.model.linear import QUANTISED, Quantised
@@ -391,6 +392,36 @@ def update_bytes(a: Architecture, role: Role, dtype: Any, tokens: int) -> int:
         width = a.hidden_size + max(of_keys)
         total += tokens * role.context * 2 * width * itemsize
     return total
+
+
+def score_bytes(model: Model, tokens: int) -> int:
+    """Returns the bytes of scores that an update of `tokens` tokens on a device needs there: those
+    of one layer, because the backward pass computes them again. 0 if every kind of layer computes
+    them by kernels or by blocks. By the compilers' account of one layer, 1.6 arrays in float32 of
+    all scores on v5p and v6e: one, and one in the computation's type."""
+    role = model.role
+    a = model.architecture
+    # A device has one row, or a part of one.
+    rows = role.batch_shards
+    size = tokens * role.context
+    for layer in a.kinds:
+        if layer.mixer != "attention":
+            continue
+        if attention_kind(model, rows, size, layer) == "reference":
+            num_scores = tokens * size * a.num_heads // role.tensor
+            return num_scores * (4 + model.dtype.itemsize)
+    return 0
+
+
+def unstacked_bytes(a: Architecture, role: Role, stored: int) -> int:
+    """Returns the bytes that the backward pass takes at once out of the stacked arrays that layers
+    stored, `stored` bytes of all layers. XLA for TPU takes out what a whole pattern of layers
+    stored before it computes the first of them (10 of 12 arrays of Gemma 4's gate and up were there
+    at the peak); for GPU, and with layers of one kind, it takes what it computes."""
+    pattern = len(a.longest_scan_group)
+    if role.platform != "tpu" or pattern == 1:
+        return 0
+    return stored * pattern // a.num_layers
 
 
 def teacher_update_bytes(

@@ -27,7 +27,9 @@ from shoal.budget.memory import (
     cache_items,
     input_bytes,
     parameter_count,
+    score_bytes,
     teacher_update_bytes,
+    unstacked_bytes,
     update_bytes,
     weight_budget,
 )
@@ -105,13 +107,14 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     needed = update_bytes(a, role, model.dtype, tokens)
     teachers = all_teachers(job.config, a, _teachers_of(job))
     needed += teacher_update_bytes(job.config.teacher, teachers, role, model.dtype, tokens)
-    needed += activation_bytes(a, tokens / role.tensor, model.dtype, remat, role.expert)
-    if remat != "offload" or role.platform == "cpu":
-        return needed, []
-    # Layers store their inputs and `kept` in the host's memory. The device then holds only what two
-    # layers store, while it is moved.
+    needed += score_bytes(model, tokens)
     kept = activation_bytes(a, tokens / role.tensor, model.dtype, remat, role.expert)
     stored = kept + input_bytes(a, tokens, model.dtype)
+    needed += kept
+    if remat != "offload" or role.platform == "cpu":
+        return needed + unstacked_bytes(a, role, stored), []
+    # Layers store their inputs and `kept` in the host's memory. The device then holds only what two
+    # layers store, while it is moved.
     moved_away = stored * max(0, a.num_layers - 2) // a.num_layers
     needed -= moved_away
     return needed, [Item("stored for the backward pass", "trainer", "update", stored, on_host=True)]

@@ -47,9 +47,10 @@ the compiler's account of an H200 a micro-batch of 1.5B with a row of 4,096 toke
 all scores at once and 76 with the kernels."""
 
 
-MOST_PALLAS_HEAD = 256
-"""Most dimensions of a head in the kernels: of wider heads not even a small block fits a GPU's
-registers."""
+MOST_HEAD = {"gpu": 256, "tpu": 512}
+"""Most dimensions of a head in the kernels, by platform: of wider heads not even a small block fits
+a GPU's registers. A TPU's on-chip memory has room for 512, Gemma 4's widest, with 8 query heads for
+each key head."""
 
 
 MOST_TPU_TOKENS = 2**16
@@ -163,10 +164,11 @@ def _row_kernel_refusal(model: Model, layer: Layer, size: int) -> str:
     if fault:
         return fault
     head_dim = a.head_dim_of(layer)
-    if head_dim > MOST_PALLAS_HEAD:
+    most = MOST_HEAD[model.role.platform]
+    if head_dim > most:
         return (
-            f"pallas attention needs heads of at most {MOST_PALLAS_HEAD}, and the model's head_dim "
-            f"is {head_dim}"
+            f"pallas attention needs heads of at most {most}, and the model's head_dim is "
+            f"{head_dim}"
         )
     if size > MOST_TPU_TOKENS and model.role.platform == "tpu":
         return f"a row has {size:,} tokens, and at most {MOST_TPU_TOKENS:,} are supported"

@@ -59,6 +59,10 @@ MOST_LANES = 8 * LANES
 """Most lanes that the query heads of a step take together: with one head a step, the step itself
 would cost as much again as the head, and products would wait for each other."""
 
+WIDE_VMEM = 32 << 20
+"""Bytes of on-chip memory of a kernel whose step has more lanes, because one key head has so many
+query heads: 8 heads of 512 do not fit the 16 MB that a v5p's programs have by default."""
+
 LONG = 2**15
 """Tokens of a row above which blocks are twice as long, because the list of pairs has to fit the
 scalar core's memory."""
@@ -358,7 +362,10 @@ def _call(
             in_specs=[query_tokens, key_tokens] + [block_specs[name] for _, name in inputs],
             scratch_shapes=[tpu.VMEM(shape, dtype) for shape, dtype in scratch],
         ),
-        compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=tpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=WIDE_VMEM if heads * width > MOST_LANES else None,
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * products * num_scores * width, transcendentals=num_scores, bytes_accessed=0
         ),

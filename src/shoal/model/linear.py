@@ -259,9 +259,25 @@ def _matmul_transposed(x: jax.Array, kernel: jax.Array, groups: Groups | None) -
     )
 
 
-ROWS, SIDE = 512, 1024
-"""Rows of one step of the kernels for TPUs, and the longest side of its part of a matrix: 4 MB of
-sums in float32."""
+STEP_ROWS, SIDE = (128, 256, 512), 1024
+"""Rows that one step of the kernels for TPUs may have, and the longest side of its part of a
+matrix: 4 MB of sums in float32."""
+
+ROWS_OF_A_STEP = 150
+"""Rows that could be multiplied in the time that a step takes besides its own. By the bundles that
+Mosaic schedules for v6e a step of 128, 256, 512 rows of experts of 768 takes as long as 293, 376,
+625 rows at the peak (gradient of the inputs), or as 351, 397, 724 (of the weights)."""
+
+
+def rows_of_step(num_rows: int, num_groups: int) -> int:
+    """Returns how many rows of `num_rows` in all one step of the kernels for TPUs has. A step in
+    which another group begins is computed once for each of the two, so there are as many steps more
+    as groups: few rows a group want short steps, many rows long ones."""
+
+    def cost(rows: int) -> float:
+        return (num_rows / rows + num_groups) * (rows + ROWS_OF_A_STEP)
+
+    return min(STEP_ROWS, key=cost)
 
 
 def outer_by_group_on_tpu(
@@ -269,10 +285,17 @@ def outer_by_group_on_tpu(
 ) -> jax.Array:
     """Computes `_outer_by_group` by JAX's kernel for TPUs. `interpret`: on any device, without the
     compiler for TPUs."""
-    tile = (ROWS, min(SIDE, x.shape[-1]), min(SIDE, y.shape[-1]))
-    rows = _whole_tiles(x).mT
+    rows = rows_of_step(len(x), len(group_sizes))
+    tile = (rows, min(SIDE, x.shape[-1]), min(SIDE, y.shape[-1]))
     kernel = _kernels_of_tpu().tgmm
-    return kernel(rows, _whole_tiles(y), group_sizes, out_dtype, tile, interpret=interpret)
+    return kernel(
+        _whole_steps(x, rows).mT,
+        _whole_steps(y, rows),
+        group_sizes,
+        out_dtype,
+        tile,
+        interpret=interpret,
+    )
 
 
 def matmul_transposed_on_tpu(
@@ -280,9 +303,10 @@ def matmul_transposed_on_tpu(
 ) -> jax.Array:
     """Computes `_matmul_transposed` by JAX's kernel for TPUs; `interpret` as above."""
     _, inputs, outputs = kernel.shape
-    tile = (ROWS, min(SIDE, outputs), min(SIDE, inputs))
+    rows = rows_of_step(len(x), len(group_sizes))
+    tile = (rows, min(SIDE, outputs), min(SIDE, inputs))
     product = _kernels_of_tpu().gmm(
-        _whole_tiles(x),
+        _whole_steps(x, rows),
         kernel,
         group_sizes,
         x.dtype,
@@ -293,9 +317,9 @@ def matmul_transposed_on_tpu(
     return product[: len(x)]
 
 
-def _whole_tiles(x: jax.Array) -> jax.Array:
-    """Appends rows to x[M, ...] up to a multiple of ROWS; they are in no group."""
-    return jnp.pad(x, ((0, -len(x) % ROWS), (0, 0)))
+def _whole_steps(x: jax.Array, rows: int) -> jax.Array:
+    """Appends rows to x[M, ...] up to whole steps of `rows` rows; they are in no group."""
+    return jnp.pad(x, ((0, -len(x) % rows), (0, 0)))
 
 
 def _kernels_of_tpu() -> Any:

@@ -258,13 +258,11 @@ def test_experts_that_are_not_here_add_nothing_and_get_no_gradient(form: Form):
     assert not np.asarray(of_weights)[np.asarray(experts) >= 2].any()
 
 
-@pytest.mark.parametrize(
-    ("rows_of_group", "step"), [(16, 128), (128, 128), (256, 256), (512, 256), (2048, 512)]
-)
-def test_groups_of_few_rows_have_short_steps_on_a_tpu(rows_of_group: int, step: int):
+def test_groups_of_few_rows_have_short_steps_on_a_tpu():
     """As counted for v6e: 256 rows take 2 x 1,127 bundles in steps of 256, 1.5 x 1,874 in steps of
-    512 and 3 x 878 in steps of 128; 2,048 rows 9 x 1,127 or 5 x 1,874."""
-    assert rows_of_step(128 * rows_of_group, 128) == step
+    512; 2,048 rows 9 x 1,127 or 5 x 1,874."""
+    found = [rows_of_step(128 * rows_of_group, 128) for rows_of_group in (16, 256, 1024, 2048)]
+    assert found == [256, 256, 256, 512]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

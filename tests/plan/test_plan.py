@@ -886,6 +886,7 @@ def test_every_key_that_changes_memory_is_tried(job_here):
         "sampling.slots_per_device",
         "mesh.fsdp",
         "mesh.dcn_data",
+        "mesh.expert",
         "mesh.tensor",
         "mesh.sampler_tensor",
         "mesh.trainer",

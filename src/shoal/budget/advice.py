@@ -287,6 +287,12 @@ def memory_saving_changes(budget: Budget) -> list[Change]:
         same_replica = {"mesh.sampler_tensor": replica}
     axes = budget.roles["trainer"].mesh
     changes += [
+        # Refused for a model without experts, and where their number is not divided.
+        Change(
+            {"mesh.expert": 2 * axes.get("expert", 1), "mesh.fsdp": -1},
+            "experts are split over more devices, which exchange tokens",
+            same_replica,
+        ),
         Change(
             {"mesh.tensor": 2 * axes.get("tensor", 1), "mesh.fsdp": -1},
             "layers are split over more devices",

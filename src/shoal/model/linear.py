@@ -259,25 +259,22 @@ def _matmul_transposed(x: jax.Array, kernel: jax.Array, groups: Groups | None) -
     )
 
 
-STEP_ROWS, SIDE = (128, 256, 512), 1024
-"""Rows that one step of the kernels for TPUs may have, and the longest side of its part of a
-matrix: 4 MB of sums in float32."""
+SIDE = 1024
+"""Longest side of the part of a matrix that one step of the kernels for TPUs has: 4 MB of sums in
+float32."""
 
-ROWS_OF_A_STEP = 150
-"""Rows that could be multiplied in the time that a step takes besides its own. By the bundles that
-Mosaic schedules for v6e a step of 128, 256, 512 rows of experts of 768 takes as long as 293, 376,
-625 rows at the peak (gradient of the inputs), or as 351, 397, 724 (of the weights)."""
+MANY_ROWS = 1500
+"""Mean rows of a group from which steps of 512 rows take less than steps of 256. By the bundles
+that Mosaic schedules for v6e a step of 256 rows of experts of 768 takes as long as 376 rows at the
+peak (gradient of the inputs) and 397 (of the weights), one of 512 as long as 625 and 724. Steps of
+128 rows gain nothing for groups of 128 rows and more (benchmarks/results/2026-11-30-plans.md)."""
 
 
 def rows_of_step(num_rows: int, num_groups: int) -> int:
     """Returns how many rows of `num_rows` in all one step of the kernels for TPUs has. A step in
     which another group begins is computed once for each of the two, so there are as many steps more
     as groups: few rows a group want short steps, many rows long ones."""
-
-    def cost(rows: int) -> float:
-        return (num_rows / rows + num_groups) * (rows + ROWS_OF_A_STEP)
-
-    return min(STEP_ROWS, key=cost)
+    return 256 if num_rows < MANY_ROWS * num_groups else 512
 
 
 def outer_by_group_on_tpu(

@@ -179,7 +179,7 @@ def with_update(
     `auto` and `none`."""
     config = weights.config
     longest = longest_sequence(config)
-    model = Model(a, role, dtype, remat, config.model.attention, longest_sequence=longest)
+    model = Model(a, role, dtype, attention=config.model.attention, longest_sequence=longest)
     stored = activation_bytes(a, tokens, dtype, remat, role.expert)
     activations = update_bytes(a, role, dtype, tokens) + stored + score_bytes(model, tokens)
     activations += unstacked_bytes(a, role, stored + input_bytes(a, tokens, dtype))

@@ -23,6 +23,7 @@ from shoal.budget.memory import (
     activation_bytes,
     held_versions,
     input_bytes,
+    parameter_count,
     teacher_update_bytes,
     unstacked_bytes,
     update_bytes,
@@ -304,12 +305,16 @@ def test_scores_that_no_kernel_computes_are_counted():
 
 
 def test_what_a_pattern_of_layers_stored_is_taken_out_of_the_stack_at_once():
-    """On a TPU: six layers of 60; layers of one kind are read in place."""
+    """On a TPU: of six layers of 60, and their weights; layers of one kind are read in place."""
     patterned, plain = (model_named(name).architecture for name in ("gemma4-31b", "qwen3-4b"))
     of_tpu = make_roles(MeshSection(), V5P[:1]).trainer
     of_gpu = make_roles(MeshSection(), gpu("h200", 1, 1)).trainer
-    assert unstacked_bytes(patterned, of_tpu, 600) == 60
-    assert unstacked_bytes(plain, of_tpu, 600) == unstacked_bytes(patterned, of_gpu, 600) == 0
+    weights = unstacked_bytes(patterned, of_tpu, "bfloat16", 0)
+    of_layers = 2 * (parameter_count(patterned) - 262144 * 5376 - 5376)  # but embeddings and a norm
+    assert weights == of_layers // 10
+    assert unstacked_bytes(patterned, of_tpu, "bfloat16", 600) == weights + 60
+    for a, role in ((plain, of_tpu), (patterned, of_gpu)):
+        assert unstacked_bytes(a, role, "bfloat16", 600) == 0
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def with_update(
     model = Model(a, role, dtype, attention=config.model.attention, longest_sequence=longest)
     stored = activation_bytes(a, tokens, dtype, remat, role.expert)
     activations = update_bytes(a, role, dtype, tokens) + stored + score_bytes(model, tokens)
-    activations += unstacked_bytes(a, role, stored + input_bytes(a, tokens, dtype))
+    activations += unstacked_bytes(a, role, dtype, stored + input_bytes(a, tokens, dtype))
     teachers = all_teachers(config, a, teacher_architectures(config))
     activations += teacher_update_bytes(config.teacher, teachers, role, dtype, tokens)
     update = {"accumulate": StepProgram("trainer")}

@@ -413,15 +413,16 @@ def score_bytes(model: Model, tokens: int) -> int:
     return 0
 
 
-def unstacked_bytes(a: Architecture, role: Role, stored: int) -> int:
-    """Returns the bytes that the backward pass takes at once out of the stacked arrays that layers
-    stored, `stored` bytes of all layers. XLA for TPU takes out what a whole pattern of layers
-    stored before it computes the first of them (10 of 12 arrays of Gemma 4's gate and up were there
-    at the peak); for GPU, and with layers of one kind, it takes what it computes."""
+def unstacked_bytes(a: Architecture, role: Role, dtype: Any, stored: int) -> int:
+    """Returns the bytes that the backward pass takes at once out of stacked arrays, of weights and
+    of what layers stored, `stored` bytes of all layers. XLA for TPU takes out a whole pattern of
+    layers before it computes the first of them (of Gemma 4 31B with 12 layers 4.9 GiB were there at
+    the peak); for GPU, and with layers of one kind, it takes what it computes."""
     pattern = len(a.longest_scan_group)
     if role.platform != "tpu" or pattern == 1:
         return 0
-    return stored * pattern // a.num_layers
+    weights = bytes_per_device(param_shapes(param_specs(a).blocks, role, dtype))
+    return (weights + stored) * pattern // a.num_layers
 
 
 def teacher_update_bytes(

@@ -112,7 +112,7 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     stored = kept + input_bytes(a, tokens, model.dtype)
     needed += kept
     if remat != "offload" or role.platform == "cpu":
-        return needed + unstacked_bytes(a, role, stored), []
+        return needed + unstacked_bytes(a, role, model.dtype, stored), []
     # Layers store their inputs and `kept` in the host's memory. The device then holds only what two
     # layers store, while it is moved.
     moved_away = stored * max(0, a.num_layers - 2) // a.num_layers

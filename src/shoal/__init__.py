@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from shoal.job.interrupt import end_on_interrupt, is_command
 
@@ -62,6 +64,25 @@ _LAZY = {
 }
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _with_short_errors(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns a function that does the same, and whose ShoalErrors have no traceback of Shoal's
+    inner frames and no earlier error before them: the message says what to change."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        try:
+            return function(*args, **keywords)
+        except ShoalError as error:
+            raise error.with_traceback(None) from None
+
+    return call
+
+
+@_with_short_errors
 def train(
     *,
     task: Any = None,
@@ -78,7 +99,8 @@ def train(
     whose other columns are passed to the reward; columns; a table of pandas, polars, arrow or
     datasets; a `shoal.Task`. `held_out`: rows to evaluate on, which are not trained on, or "train"
     to evaluate on the training rows; by default the last rows of the data are held out.
-    `train_dataset` and `eval_dataset`, TRL's names, mean the same.
+    `train_dataset` and `eval_dataset`, TRL's names, mean the same. Of TRL's other objects
+    `peft_config` and `args` are read, a LoraConfig and a GRPOConfig (docs/flags-trl.md).
     `correct(text, example)`: whether a completion solves its example; without it there is no
     accuracy, only the mean reward. `reward`: a function or several, `f(prompts, completions,
     completion_ids, **columns) -> list of numbers`. `tools`, `environment`, `rollout`: functions
@@ -87,23 +109,27 @@ def train(
     (`optimizer={"lr": 1e-5}`), dotted (`**{"optimizer.lr": 1e-5}`) or with two underscores
     (`optimizer__lr=1e-5`). A key whose value is None counts as not given."""
     from shoal.commands.train import train as run
+    from shoal.compat.trl_objects import without_objects
     from shoal.job.cache import cache_by_configuration
     from shoal.job.process import open_console
     from shoal.job.resume import from_overrides_on_run
     from shoal.runs.result import Result
 
+    overrides = without_objects(overrides)
     task = _by_either_name("task", task, "train_dataset", train_dataset)
     held_out = _by_either_name("held_out", held_out, "eval_dataset", eval_dataset)
     config, resolved, functions = from_overrides_on_run(_named(task, held_out, correct, overrides))
     config = _with_functions_named(config, functions)
-    data = _task_of_data(task, held_out, correct, config, functions)
-    config = _with_environments_named(config, data)
-    cache_by_configuration()
-    config, console = open_console(config)
-    summary = run(config, functions, _console(resolved, console), data, resolved.recipe)
+    with _in_their_names(resolved):
+        data = _task_of_data(task, held_out, correct, config, functions)
+        config = _with_environments_named(config, data)
+        cache_by_configuration()
+        config, console = open_console(config)
+        summary = run(config, functions, _console(resolved, console), data, resolved.recipe)
     return Result(Path(summary.run_folder), summary)
 
 
+@_with_short_errors
 def evaluate(
     *,
     task: Any = None,
@@ -118,12 +144,14 @@ def evaluate(
 
     If `task` is your own rows, `held_out` is evaluated; without it all rows of `task`, up to
     `task.num_eval_questions`."""
+    from shoal.compat.trl_objects import without_objects
     from shoal.config.commands import EvalConfig
     from shoal.config.merge import from_overrides
     from shoal.job.cache import cache_by_configuration
     from shoal.job.own_task import config_for_eval_of_run
     from shoal.tasks.splits import evaluating
 
+    overrides = without_objects(overrides)
     config, resolved, functions = from_overrides(
         EvalConfig, **_named(task, held_out, correct, overrides)
     )
@@ -133,15 +161,17 @@ def evaluate(
 
         # 0: all rows, because the responses may belong to any of them
         everything = replace(config, task=replace(config.task, num_eval_questions=0))
-        with evaluating():
-            data = _task_of_data(task, held_out, correct, everything, functions)
-        return score_responses(config, functions, _console(resolved), data)
+        with _in_their_names(resolved):
+            with evaluating():
+                data = _task_of_data(task, held_out, correct, everything, functions)
+            return score_responses(config, functions, _console(resolved), data)
     from shoal.commands.evaluate import evaluate as run
 
-    with evaluating():
-        data = _task_of_data(task, held_out, correct, config, functions)
-    cache_by_configuration()
-    return run(config, functions, _console(resolved), data)
+    with _in_their_names(resolved):
+        with evaluating():
+            data = _task_of_data(task, held_out, correct, config, functions)
+        cache_by_configuration()
+        return run(config, functions, _console(resolved), data)
 
 
 def diff(run: Any, other: Any) -> dict[str, Any]:
@@ -173,8 +203,8 @@ def _by_either_name(name: str, given: Any, trl_name: str, rows: Any) -> Any:
         raise ShoalError(f"{trl_name} and {name} are two names of one thing: give one of them")
     if not is_data(rows):
         raise ShoalError(
-            f"{trl_name} is for rows, dicts or a table; a data set by name is dataset_name=NAME, a "
-            f"file task=custom task.path=FILE; got {rows!r}"
+            f"{trl_name}={rows!r}: expected rows, a list of dicts or a table; a data set by name "
+            "is dataset_name=NAME, and a file is task=custom with task.path=FILE"
         )
     return rows
 
@@ -247,12 +277,26 @@ def _with_environments_named(config: Any, task: Task | None) -> Any:
     return replace(config, environment=environment)
 
 
+@contextmanager
+def _in_their_names(resolved: Any) -> Iterator[None]:
+    """Adds to a ShoalError of the block the arguments, of another system's names, that set the keys
+    which it mentions. `resolved`: the Resolved of the arguments."""
+    from shoal.compat.front import naming
+
+    try:
+        yield
+    except ShoalError as error:
+        raise ShoalError(naming(resolved)(str(error))) from error
+
+
 def _console(resolved: Any, console: Any = None) -> Any:
     """Prints the notes about a configuration to `console` (None: to a new one), and returns that
     console. `resolved`: a Resolved, whose `start_lines` are the notes."""
+    from shoal.compat.front import naming
     from shoal.report.console import Console
 
     console = console or Console()
     for note in resolved.start_lines:
         console.note(note)
+    console.in_their_names = naming(resolved)
     return console

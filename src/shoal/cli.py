@@ -10,9 +10,8 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,12 +201,13 @@ def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
     """Returns the lines that a dry run shows besides the settings: notes, warnings, and for some
     commands an estimate or the files that they would write. Raises ShoalError if the command would
     refuse the configuration. What the check prints goes to stderr."""
+    from shoal.compat.front import naming
     from shoal.job.dry_run import adapter_lines, check_dry_run
 
     lines = []
     # The check calls the reward function, which may print.
     with _stdout_is_stderr(), _explained(command, config, resolved):
-        in_their_names = _in_their_names(resolved)
+        in_their_names = naming(resolved)
         for finding in check_dry_run(config):
             label = "note" if finding.level == "ok" else "warning"
             lines.append(f"{label}: {in_their_names(str(finding))}")
@@ -250,16 +250,6 @@ def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
         raise ShoalError(in_their_names(str(explained), resolved)) from error
 
 
-def _in_their_names(resolved: Resolved) -> Callable[[str], str]:
-    """Returns a function that adds to a message the flags of another system that set the keys which
-    it mentions. If no such flags were typed, it returns the message unchanged."""
-    if not resolved.became:
-        return str
-    from shoal.compat.front import in_their_names
-
-    return partial(in_their_names, resolved=resolved)
-
-
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
     """Returns (configuration, Resolved) of a command's words. With `resume`, which some commands
     have, the settings of the run that it names have less precedence than the words and more than
@@ -284,6 +274,8 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
     result. The function has the name of its module in `commands`, which is the command's with `_`
     for `-`; but `eval` calls `evaluate`, `sft` calls `train`, and `eval` with `responses` calls
     `score_responses`. From here on Ctrl-C raises KeyboardInterrupt."""
+    from shoal.compat.front import naming
+
     if command in ("train", "sft"):
         from shoal.job.process import open_console
 
@@ -294,7 +286,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         console = Console()
     for note in resolved.start_lines:
         console.note(note)
-    console.in_their_names = _in_their_names(resolved)
+    console.in_their_names = naming(resolved)
     if command == "eval" and config.responses:
         module = "responses"
         name = "score_responses"

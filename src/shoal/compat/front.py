@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from shoal.compat import maxtext, torchrl, trl, verl
@@ -25,6 +26,7 @@ from shoal.config.foreign import (
     NOTHING,
     OFF,
     Flag,
+    FlagLine,
     FlagTexts,
     Group,
     KeyValues,
@@ -187,6 +189,9 @@ class FlagUse:
         return f"{self.setting.origin}: " if ":" in self.setting.origin else ""
 
 
+REWARDS = ("reward.functions",)
+"""The key of a flag that is given reward functions."""
+
 LOWEST = -1
 """Index of an additional layer beneath all others, for settings that yield to everything else."""
 
@@ -215,6 +220,7 @@ class Effect:
     # Only for a rule: its sentence about the values, and False if higher settings set all its keys.
     reason: str | None = None
     applies: bool = True
+    is_shown: bool = True  # False if there is no line about the flags
 
 
 def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
@@ -229,7 +235,12 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
     for use in draft.uses:
         flag = use.flag
         has_default = not (flag.keeps_nothing or flag.idle or flag.refused)
-        if has_default and use.text.lower() in NOTHING:
+        # An empty list of reward functions stands for functions that were given from Python.
+        is_of_functions = flag.keys == REWARDS and use.setting.value == []
+        if is_of_functions:
+            draft.add_single(use)
+            draft.effects[-1].is_shown = False
+        elif has_default and use.text.lower() in NOTHING:
             effect = draft.add_effect([use], meaning="it stays at its default")
             effect.flags = {use.name: use.text or "empty"}
         elif flag.group:
@@ -253,7 +264,7 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
     merged, errors_of_rules = _apply_rules(draft, merged, effects)
     errors += errors_of_rules
 
-    became: list[tuple[str, bool]] = []
+    became: list[FlagLine] = []
     values, errors_of_values = merged.values_and_errors()
     if not errors and not errors_of_values:
         became = _became(draft, merged, values)
@@ -411,7 +422,8 @@ class Draft:
             # `where` is '' on a command line.
             is_off_in_file = bool(use.where) and (flag.is_quiet or text.lower() in OFF)
             effect = self.add_effect([use], flag.meaning, has_line=not is_off_in_file)
-            effect.flags = {name: "..." if name == HUB_TOKEN_KEY else text}  # a token is not shown
+            is_secret = name in (HUB_TOKEN_KEY, "hub_token")
+            effect.flags = {name: "..." if is_secret else text}
             return
         values = self._read_alone(use)
         has_meaning = flag.has_tail and not flag.is_quiet
@@ -582,25 +594,25 @@ def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
 # ---- lines on what flags became
 
 
-def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Returns (line, is_note) for each flag of the user's layers that has an effect: what it
-    became, and whether the line is also shown at the start. The lines are in the order of the
-    flags. Left out are flags all of whose settings are overruled by higher ones, and flags whose
-    rule was not called. All flags of a file that change nothing share one line, at the end.
-    `values`: key -> final value."""
+def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[FlagLine]:
+    """Returns a line for each flag of the user's layers that has an effect: what it became. The
+    lines are in the order of the flags. Left out are flags all of whose settings are overruled by
+    higher ones, and flags whose rule was not called. All flags of a file that change nothing share
+    one line, at the end. `values`: key -> final value."""
     positions = _positions(merged)
-    lines = []
+    lines: list[FlagLine] = []
     idle_names: dict[int, list[str]] = {}  # index of a file's layer -> flags that change nothing
     for effect in sorted(draft.effects, key=lambda effect: effect.last):
         layer_index, _ = effect.last
         layer = draft.typed[layer_index]
-        if not layer.is_users or not effect.applies:
+        if not (layer.is_users and effect.applies and effect.is_shown):
             continue
         if not effect.settings and layer.file and not effect.has_line:
             idle_names.setdefault(layer_index, []).extend(effect.flags)
             continue
         overruled = []
         became = []
+        kept_texts = set()  # of the settings in `became`
         for placed in effect.settings:
             setting = placed.setting
             position = positions[id(setting)]
@@ -610,6 +622,7 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tup
             if highest > position or (is_set and highest != position):
                 overruled.append(setting)
             elif is_set and _is_mentioned(position, merged, values):
+                kept_texts.add(text_of(setting.value))
                 became.append(f"{setting.key}={shown(values[setting.key]) or repr('')}")
         if effect.settings and len(overruled) == len(effect.settings):
             continue
@@ -625,13 +638,18 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[tup
         if reason:
             line += f": {reason}"
         is_note = effect.has_line or (bool(reason) and not effect.meaning)
-        lines.append((line, is_note))
+        short = ""
+        if became and not reason:
+            keys = ", ".join(each.partition("=")[0] for each in became)
+            has_other_name_alone = kept_texts == set(effect.flags.values())
+            short = f"{flags} ({keys})" if has_other_name_alone else line
+        lines.append(FlagLine(line, is_note, short))
     for layer_index, names in idle_names.items():
         file = draft.typed[layer_index].file
         assert file is not None
         verb = "changes" if len(names) == 1 else "change"
         idle = f"{count(len(names), 'key')} that {verb} nothing here: {', '.join(names)}"
-        lines.append((f"{file.name}: {idle}", True))
+        lines.append(FlagLine(f"{file.name}: {idle}", is_note=True))
     return lines
 
 
@@ -689,6 +707,15 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[Fla
 
 
 # ---- errors in a system's names
+
+
+def naming(resolved: Resolved) -> Callable[[str], str]:
+    """Returns a function that adds to a message the flags of another system that set the keys which
+    it mentions, like `in_their_names`. If no such flags were typed, it returns the message
+    unchanged."""
+    if not resolved.became:
+        return str
+    return partial(in_their_names, resolved=resolved)
 
 
 def in_their_names(message: str, resolved: Resolved) -> str:

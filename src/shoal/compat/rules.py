@@ -502,18 +502,34 @@ def trl_episodes(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
 TRL_COUNTS = {"save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}
 
 
+TRL_STRATEGIES = {"no": False, "false": False, "steps": True, "epoch": True}
+"""Text of eval_strategy -> whether there are evaluations. YAML reads `no` as false."""
+
+
 def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts TRL's numbers of updates between checkpoints and between evaluations to steps,
     rounded up, by the keys in TRL_COUNTS; a number below 1 is a share of all updates, which is
-    rounded up first."""
+    rounded up first. No evaluation, train.evaluate_every=-1, is asked for by eval_strategy=no,
+    whatever eval_steps says, or by eval_steps=-1; ShoalError for an unknown strategy."""
     updates = _updates(get)
+    strategy = given.get("eval_strategy", "steps").lower()
+    evaluates = value_of_option("eval_strategy", strategy, TRL_STRATEGIES)
+    evaluates = evaluates and given.get("eval_steps") != "-1"
     values = {}
+    if not evaluates:
+        values["train.evaluate_every"] = "-1"
     for name, text in given.items():
+        if name not in TRL_COUNTS or (name == "eval_steps" and not evaluates):
+            continue
         share = to_float(name, text)
         if 0 < share < 1:
             # Rounded to 6 digits first, so that 0.07 * 100 = 7.000000000000001 does not become 8.
             text = str(math.ceil(round(share * updates, 6)))
         values[TRL_COUNTS[name]] = _steps_of(name, text, 0, get)
+    if list(given) == ["eval_strategy"] and evaluates:
+        return values, "eval_steps says after how many updates"
+    if not evaluates:
+        return values, "; ".join(filter(None, ["there is no evaluation", _counted_in_updates(get)]))
     return values, _counted_in_updates(get)
 
 

@@ -91,9 +91,22 @@ def read_advantage(given: FlagTexts) -> KeyValues:
     return {"algorithm.advantage": value_of_option("scale_rewards", scale, _SCALES)}
 
 
+_DTYPES = {
+    "auto": "",
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
+
+
 def read_dtype(given: FlagTexts) -> KeyValues:
     """Converts bf16 and fp16, switches that are off by default, to model.dtype: bfloat16, float16,
-    float32 if both are off, ShoalError if both are on."""
+    float32 if both are off, ShoalError if both are on. If neither is on, the type that the model is
+    loaded in there (`dtype` and its other names) is that of the computation; `auto` says nothing.
+    ShoalError for another type."""
     bf16 = to_bool("bf16", given.get("bf16", "false"))
     fp16 = to_bool("fp16", given.get("fp16", "false"))
     if bf16 and fp16:
@@ -102,6 +115,13 @@ def read_dtype(given: FlagTexts) -> KeyValues:
         return {"model.dtype": "float16"}
     if bf16:
         return {"model.dtype": "bfloat16"}
+    loaded = [(name, text) for name, text in given.items() if name not in ("bf16", "fp16")]
+    for name, text in reversed(loaded):  # of several names the last counts
+        dtype = value_of_option(name, text.removeprefix("torch."), _DTYPES)
+        if dtype:
+            return {"model.dtype": dtype}
+    if len(loaded) == len(given):
+        return {}
     return {"model.dtype": "float32"}
 
 
@@ -256,11 +276,81 @@ _NOT_PLAIN = {
     "lora_modules_to_save": "an adapter alone is trained",
 }
 
+PEFT = "peft_config"
+
+_OF_PEFT = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "target_modules": "lora_target_modules",
+    "use_rslora": "use_rslora",
+    "lora_dropout": "lora_dropout",
+    "use_dora": "use_dora",
+    "modules_to_save": "lora_modules_to_save",
+}
+"""Field of PEFT's LoraConfig -> the flag of TRL's ModelConfig that means the same."""
+
+_PLAIN_LORA = "an adapter has r, lora_alpha, target_modules and use_rslora alone"
+
+_PLAIN_FLAGS = ("lora_r", "lora_alpha", "lora_target_modules", "use_rslora")
+"""Flags of ModelConfig that an adapter of Shoal has."""
+
+_PLAIN_IN_PEFT = {
+    "peft_type": ("lora",),
+    "task_type": ("causal_lm",),
+    "bias": (),
+    "init_lora_weights": ("true",),
+}
+"""Further field of LoraConfig -> its texts that ask for plain LoRA, in lower case, beside OFF."""
+
+_IDLE_IN_PEFT = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "fan_in_fan_out",
+    "inference_mode",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+)
+"""Fields of LoraConfig that change nothing in an adapter which is plain LoRA."""
+
+
+def _flags_of_peft(given: FlagTexts) -> dict[str, str]:
+    """Returns the fields of a LoraConfig among these flags, `peft_config.r` and the like, by the
+    flags of TRL's ModelConfig that mean the same; {} if there is none. Rank and alpha that are not
+    given are PEFT's 8. ShoalError for a field that asks for more than plain LoRA."""
+    if PEFT in given:
+        raise ShoalError(
+            f"{PEFT}={given[PEFT]:.60}: expected its fields, such as {PEFT}.r=8 "
+            f"{PEFT}.lora_alpha=16"
+        )
+    fields = {}
+    for name, text in given.items():
+        head, _, field = name.partition(".")
+        if head == PEFT:
+            fields[field] = text
+    if not fields:
+        return {}
+    own = {"use_peft": "true", "lora_r": "8", "lora_alpha": "8"}
+    for field, text in fields.items():
+        flag = _OF_PEFT.get(field, "")
+        if flag:
+            own[flag] = text
+        is_plain = text.lower() in (*_PLAIN_IN_PEFT.get(field, ()), *flags.OFF)
+        if flag in _PLAIN_FLAGS or field in _IDLE_IN_PEFT or is_plain:
+            continue
+        reason = _NOT_PLAIN.get(flag, _PLAIN_LORA)
+        raise ShoalError(f"{PEFT}.{field}={text} is not supported: {reason}; leave it out")
+    return own
+
 
 def read_lora(given: FlagTexts) -> KeyValues:
-    """Converts the flags of an adapter to model.lora. What is not given has PEFT's default (rank
-    16, alpha 32, targets q_proj and v_proj), which yields to other settings of the same layer;
-    without use_peft nothing is set. ShoalError for forms of adapters that Shoal does not have."""
+    """Converts the flags of an adapter, and the fields of a LoraConfig (`peft_config`), which win,
+    to model.lora. What is not given has the default of TRL's ModelConfig (rank 16, alpha 32,
+    targets q_proj and v_proj) or LoraConfig (rank and alpha 8), and the targets yield to other
+    settings of the same layer; without use_peft and peft_config nothing is set. ShoalError for
+    forms of adapters that Shoal does not have."""
+    given = {**given, **_flags_of_peft(given)}
     if not to_bool("use_peft", given.get("use_peft", "false")):
         return {}
     for name, reason in _NOT_PLAIN.items():
@@ -494,8 +584,14 @@ FLAGS: list[Flag] = [
     *derived(
         rules.trl_counts,
         "train.evaluate_every",
-        "counted in updates; below 1 a share of them",
+        "counted in updates; below 1 a share of them; -1: no evaluation",
         "eval_steps",
+    ),
+    *derived(
+        rules.trl_counts,
+        "train.evaluate_every",
+        "no: no evaluation, whatever eval_steps says; else eval_steps says how often",
+        "eval_strategy",
     ),
     *derived(
         rules.trl_schedule,
@@ -562,6 +658,17 @@ FLAGS: list[Flag] = [
         is_switch=True,
         is_quiet=False,
     ),
+    *grouped(
+        read_dtype,
+        "model.dtype",
+        "the type of the computation, unless bf16 or fp16 is on; master weights and optimizer stay "
+        "float32",
+        "dtype",
+        "torch_dtype",
+        "model_init_kwargs.dtype",
+        "model_init_kwargs.torch_dtype",
+        is_quiet=False,
+    ),
     reads(
         "gradient_checkpointing",
         "model.remat",
@@ -572,8 +679,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.trl_batch,
         "batch.prompts_per_device batch.micro_tokens",
-        "completions on each device: with those of steps_per_generation, divided by "
-        "num_generations, prompts",
+        "completions of a batch on each device; times steps_per_generation, divided by "
+        "num_generations, these are the prompts of a step",
         "per_device_train_batch_size",
     ),
     *derived(
@@ -663,6 +770,14 @@ FLAGS: list[Flag] = [
             ("use_rslora", "rslora"),
         )
     ],
+    *grouped(
+        read_lora,
+        flags.LORA,
+        "PEFT's LoraConfig in Python, elsewhere its fields, peft_config.r=8: r and lora_alpha (8), "
+        "target_modules (q_proj and v_proj), use_rslora; others are errors if they are switched on",
+        PEFT,
+        is_mapping=True,
+    ),
     *[
         Flag(
             name,
@@ -740,6 +855,36 @@ FLAGS: list[Flag] = [
     ),
     *only("rows are taken in a random order", "random", names="train_sampling_strategy"),
     *refused("an evaluation is `shoal eval`", "do_predict"),
+    *refused(
+        "in Python it is a GRPOConfig, of which the fields that differ from its defaults are read; "
+        "give its fields as flags",
+        "args",
+    ),
+    *refused(
+        "rows are given in Python, shoal.train(train_dataset=rows, eval_dataset=rows); a data set "
+        "by name is dataset_name=NAME, a file dataset_name=FILE",
+        "train_dataset",
+        "eval_dataset",
+    ),
+    *refused(
+        "a run has no callbacks: metrics are in result.metrics and in the run's folder while it "
+        "trains, report.* sends them to trackers, train.on_warning=stop ends a run that goes wrong",
+        "callbacks",
+    ),
+    *refused(
+        "AdamW is the optimizer, and its schedule is lr_scheduler_type; settings are optimizer.*",
+        "optimizers",
+    ),
+    *idle(
+        "the tokenizer is the model's; model.tokenizer=FOLDER names another",
+        "processing_class",
+        is_quiet=False,
+    ),
+    *idle(
+        "the tokenizer of a reward model is in its folder",
+        "reward_processing_classes",
+        is_quiet=False,
+    ),
     *only("task.columns names a row's fields", "text", names="dataset_text_field"),
     *refused("the reference stays what it was at the start", "sync_ref_model"),
     *refused(
@@ -810,7 +955,6 @@ FLAGS: list[Flag] = [
     *idle("a sampler that hangs is noticed by itself", "heartbeat_stale_after_s"),
     *idle(
         "steps between evaluations and checkpoints are eval_steps and save_steps",
-        "eval_strategy",
         "save_strategy",
         "do_train",
         "do_eval",
@@ -842,8 +986,6 @@ FLAGS: list[Flag] = [
         "ddp_timeout",
         "use_liger_kernel",
         "attn_implementation",
-        "dtype",
-        "torch_dtype",
         "trust_remote_code",
         "ds3_gather_for_generation",
         "use_cpu",

@@ -125,6 +125,20 @@ class Flag:
 
 
 @dataclass(frozen=True)
+class FlagLine:
+    """A line on what a flag became, or several that are read together.
+
+    >>> FlagLine("num_generations=4 became batch.group_size=4", False, short)
+    """
+
+    text: str
+    is_note: bool  # True if the line is also shown at the start of a run
+    # For a flag without a meaning to explain: `num_generations=4 (batch.group_size)` if its value
+    # is the key's, else `text`. '' for other flags.
+    short: str = ""
+
+
+@dataclass(frozen=True)
 class Translation:
     """The result of `translate`: layers without flags of other systems, and errors and messages
     about the flags."""
@@ -132,9 +146,8 @@ class Translation:
     layers: Sequence[Layer]
     errors: Sequence[str]  # of all settings, also those of Shoal's own keys
     notes: Sequence[str] = ()  # lines to print at the start
-    became: Sequence[tuple[str, bool]] = ()
-    """If there are no errors: (line, is_note) for each flag in the user's layers, with what it
-    became and whether the line is shown at the start, too."""
+    became: Sequence[FlagLine] = ()
+    """If there are no errors: a line for each flag in the user's layers, with what it became."""
 
 
 class FrontEnd(Protocol):

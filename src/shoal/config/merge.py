@@ -478,8 +478,11 @@ def _differ(before: Setting, setting: Setting) -> bool:
 
 def origin_text(origin: str) -> str:
     """Returns an origin as a user reads it: `set by the preset of task=custom` for `task custom`,
-    `set by recipe=trl` for `recipe trl`. Other origins are returned unchanged."""
+    `set by recipe=trl` for `recipe trl`, `the argument max_steps` for `Python max_steps`. Other
+    origins are returned unchanged."""
     kind, _, name = origin.partition(" ")
+    if kind == PYTHON and name:
+        return f"the argument {name}"
     if kind == "task":
         return f"set by the preset of task={name}"
     if kind in PACKAGED.values():
@@ -518,18 +521,19 @@ class Resolved:
     notes: tuple[str, ...]  # lines to print at the start: values set by presets, skipped keys
     arguments: Arguments
     became: tuple[str, ...] = ()  # for each given flag of another system, a line on what it became
+    # For each such flag that has no note: `num_generations=4 (batch.group_size)`.
+    renamed: tuple[str, ...] = ()
     # key -> `command line`, `mine.yml:4`, `recipe trl`
     origins: Mapping[str, str] = field(default_factory=dict)
     recipe: Recipe | None = None  # of the loaded file, or of the highest file in its `defaults`
 
     @property
     def start_lines(self) -> list[str]:
-        """Returns the lines to print at the start of a run: the notes, then one line saying which
-        keys the remaining flags of other systems became, if there are any."""
+        """Returns the lines to print at the start of a run: the notes, then one line with those
+        flags of other systems that have keys and no meaning to explain, if there are any."""
         lines = list(self.notes)
-        others = [line for line in self.became if line not in self.notes]
-        if others:
-            lines.append("flags: " + "; ".join(others))
+        if self.renamed:
+            lines.append("flags: " + "; ".join(self.renamed))
         return lines
 
     @property
@@ -594,13 +598,15 @@ def load(
     notes = list(_notes(config, merged, file, bool(arguments.preset)))
     notes += translation.notes
     notes += notes_on_names
-    notes += [line for line, is_note in translation.became if is_note]
+    notes += [line.text for line in translation.became if line.is_note]
+    renamed = [line.short for line in translation.became if line.short and not line.is_note]
     resolved = Resolved(
         config=config,
         config_name=file.stem if file else "",
         notes=tuple(notes),
         arguments=arguments,
-        became=tuple(line for line, _ in translation.became),
+        became=tuple(line.text for line in translation.became),
+        renamed=tuple(renamed),
         origins=merged.origins,
         recipe=_recipe_of(config_type, layers),
     )

@@ -207,7 +207,7 @@ def _download(repository: str, token: str | None, weights: bool) -> Path:
     except Exception as error:  # of the network, the disk, the library's own transport
         cause = error
         status = getattr(getattr(error, "response", None), "status_code", "")
-        advice = "is this machine online? Try again later, or give a local folder"
+        advice = "is this machine online? Try again later, or give a local folder: model=FOLDER"
         if status in (401, 403):
             advice = "set HF_TOKEN to a token that may read it"
         reason = f"{type(error).__name__} {status}".strip()

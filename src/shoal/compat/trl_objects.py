@@ -1,0 +1,136 @@
+"""Reads the objects that TRL's trainers are given in Python: replaces them, among keyword
+arguments, by flags of TRL's table, whose values are texts. Neither TRL nor PEFT is imported."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+from shoal.records import ShoalError
+from shoal.text import shorten
+
+BY_CLASS = ("processing_class", "reward_processing_classes", "callbacks", "optimizers")
+"""Keywords whose objects Shoal does not use: what is said of them names the objects' classes."""
+
+
+def without_objects(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns keyword arguments without the objects of TRL's trainers. `args`, a GRPOConfig, is
+    replaced by those of its fields that differ from its defaults; a keyword that is given by itself
+    wins over them. `peft_config` becomes a dict of such fields. An object that Shoal does not use
+    becomes the name of its class; it is left out if it is None. Raises ShoalError for an `args` or
+    `peft_config` whose fields cannot be read."""
+    remaining = dict(keywords)
+    arguments = remaining.pop("args", None)
+    if arguments is not None:
+        remaining = {**_fields_of_arguments(arguments), **remaining}
+    adapter = remaining.pop("peft_config", None)
+    if adapter is not None:
+        remaining["peft_config"] = _fields_of_adapter(adapter)
+    for name in BY_CLASS:
+        if name not in remaining:
+            continue
+        given = remaining.pop(name)
+        items = given if isinstance(given, list | tuple) else [given]
+        classes = [_class_name(item) for item in items if item is not None]
+        if classes:
+            remaining[name] = classes
+    return remaining
+
+
+def _class_name(item: Any) -> str:
+    """Returns the name of an object's class, or of `item` if it is a class; a text is returned
+    unchanged."""
+    if isinstance(item, str):
+        return item
+    if isinstance(item, type):
+        return item.__name__
+    return type(item).__name__
+
+
+def _fields_of_arguments(arguments: Any) -> dict[str, Any]:
+    """Returns the fields of a GRPOConfig, or of another class of TRL's, that differ from its
+    defaults; of a mapping all entries. ShoalError if it is neither a dataclass nor a mapping.
+
+    The class itself sets some fields from others; those are left out, because Shoal's rules compute
+    the same from the others: `generation_batch_size`, which TRL always sets beside
+    `steps_per_generation`, that one if it equals `gradient_accumulation_steps`, as it does by
+    default, and a `run_name` that is the output folder."""
+    if isinstance(arguments, Mapping):
+        return dict(arguments)
+    if not _is_record(arguments):
+        raise ShoalError(
+            f"args={_class_name(arguments)}: expected a GRPOConfig; give its fields as keyword "
+            "arguments, such as learning_rate=1e-6"
+        )
+    fields = dict(_changed_fields(arguments))
+    batches = getattr(arguments, "steps_per_generation", None)
+    if batches is not None:
+        fields.pop("generation_batch_size", None)
+    if batches == getattr(arguments, "gradient_accumulation_steps", None):
+        fields.pop("steps_per_generation", None)
+    if fields.get("run_name") == getattr(arguments, "output_dir", None):
+        fields.pop("run_name", None)
+    return fields
+
+
+def _fields_of_adapter(adapter: Any) -> dict[str, Any]:
+    """Returns the fields of a PEFT LoraConfig that differ from its defaults, with its rank and
+    alpha in any case, and with its `peft_type` if that is another adapter than LoRA; of a mapping
+    all entries that are not None, with PEFT's rank and alpha if they are missing. ShoalError if
+    the fields cannot be read."""
+    if isinstance(adapter, Mapping):
+        fields = {"r": 8, "lora_alpha": 8}
+        fields |= {name: value for name, value in adapter.items() if value is not None}
+    elif _is_record(adapter):
+        fields = {}
+        for name in ("peft_type", "r", "lora_alpha"):
+            if hasattr(adapter, name):
+                fields[name] = _plain(getattr(adapter, name))
+        fields |= _changed_fields(adapter)
+        if fields.get("peft_type") == "LORA":
+            del fields["peft_type"]
+    else:
+        raise ShoalError(
+            f"peft_config={shorten(repr(adapter), 100)}: expected a LoraConfig of PEFT, or a dict "
+            "of its fields"
+        )
+    return {name: _plain(value) for name, value in fields.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Returns an enum's value, and a set as a sorted list; other values unchanged. PEFT makes a set
+    of `target_modules`."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return value
+
+
+def _is_record(value: Any) -> bool:
+    """True if a value is an object of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _changed_fields(record: Any) -> Iterator[tuple[str, Any]]:
+    """Yields (name, value) for the fields of a dataclass object that differ from their defaults. A
+    default is what the class declares, and also what a new object has without arguments, because
+    `__post_init__` may set fields that were not given."""
+    try:
+        untouched = type(record)()
+    except (TypeError, ValueError):  # it has required fields, or refuses its own defaults here
+        untouched = None
+    for field in dataclasses.fields(record):
+        if not field.init or field.name.startswith("_"):
+            continue
+        value = getattr(record, field.name)
+        defaults = [field.default]
+        if field.default_factory is not dataclasses.MISSING:
+            defaults = [field.default_factory()]
+        if untouched is not None:
+            defaults.append(getattr(untouched, field.name))
+        is_default = any(type(value) is type(default) and value == default for default in defaults)
+        if not is_default:
+            yield field.name, _plain(value)

@@ -1,0 +1,194 @@
+"""What TRL's trainers are given as objects in Python: configurations, adapters, tokenizers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import pytest
+
+import shoal
+from shoal.compat.trl_objects import without_objects
+from shoal.config.merge import compose
+from shoal.job.resume import from_overrides_on_run
+
+
+class Kind(str, Enum):
+    LORA = "LORA"
+    PREFIX = "PREFIX_TUNING"
+
+
+@dataclass
+class LoraConfig:
+    """Stands in for PEFT's, which sets its kind and makes a set of the targets by itself."""
+
+    task_type: str | None = None
+    peft_type: Kind | None = None
+    r: int = 8
+    lora_alpha: int = 8
+    lora_dropout: float = 0.0
+    target_modules: Any = None
+    bias: str = "none"
+    use_rslora: bool = False
+    use_dora: bool = False
+    modules_to_save: list[str] | None = None
+    init_lora_weights: bool | str = True
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.peft_type = self.peft_type or Kind.LORA
+        if isinstance(self.target_modules, list):
+            self.target_modules = set(self.target_modules)
+
+
+@dataclass
+class GRPOConfig:
+    """Stands in for TRL's, with fields that are set by others."""
+
+    output_dir: str = "trainer_output"
+    learning_rate: float = 1e-6
+    max_steps: int = -1
+    num_generations: int = 8
+    gradient_accumulation_steps: int = 1
+    steps_per_generation: int | None = None
+    generation_batch_size: int | None = None
+    bf16: bool | None = None
+    run_name: str | None = None
+
+    def __post_init__(self):
+        self.bf16 = True if self.bf16 is None else self.bf16
+        self.run_name = self.run_name or self.output_dir
+        if self.steps_per_generation is None:
+            self.steps_per_generation = self.gradient_accumulation_steps
+        self.generation_batch_size = 8 * self.steps_per_generation
+
+
+def resolved_of(**keywords):
+    """Returns (configuration, Resolved) as `shoal.train` composes them."""
+    config, resolved, _ = from_overrides_on_run(without_objects(keywords))
+    return config, resolved
+
+
+def ones(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def test_reward_functions_by_trls_name_are_not_said_to_change_nothing():
+    _, resolved = resolved_of(reward_funcs=[ones], max_steps=3, epsilon_high=None)
+    assert resolved.start_lines == ["flags: max_steps=3 (steps)"]
+
+
+def test_a_lora_config_is_read():
+    adapter = LoraConfig(r=4, target_modules=["v_proj", "k_proj"], use_rslora=True)
+    lora = resolved_of(peft_config=adapter)[0].model.lora
+    assert (lora.rank, lora.alpha, lora.rslora) == (4, 8.0, True)
+    assert lora.targets == ("k_proj", "v_proj")
+    # The defaults are PEFT's, in a dict too, not those of TRL's command line.
+    for given in (LoraConfig(task_type="CAUSAL_LM"), {"bias": "none", "lora_dropout": 0}):
+        lora = resolved_of(peft_config=given)[0].model.lora
+        assert (lora.rank, lora.alpha, lora.targets) == (8, 8.0, ("q_proj", "v_proj"))
+    assert compose("train", ["peft_config.r=2"])[0].model.lora.rank == 2
+    assert resolved_of(peft_config=None)[0].model.lora.rank == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"lora_dropout": 0.05}, "peft_config.lora_dropout=0.05 is not supported: sampler and"),
+        ({"use_dora": True}, "peft_config.use_dora=True is not supported"),
+        ({"modules_to_save": ["lm_head"]}, r"peft_config.modules_to_save=\[lm_head\] is not"),
+        ({"rank_pattern": {"q_proj": 4}}, "peft_config.rank_pattern.q_proj=4 is not supported"),
+        ({"bias": "all"}, "peft_config.bias=all is not supported"),
+        ({"init_lora_weights": "pissa"}, "peft_config.init_lora_weights=pissa is not supported"),
+        ({"peft_type": Kind.PREFIX}, "peft_config.peft_type=PREFIX_TUNING is not supported"),
+    ],
+)
+def test_a_field_that_an_adapter_does_not_have_is_named(fields, named):
+    with pytest.raises(shoal.ShoalError, match=named):
+        resolved_of(peft_config=LoraConfig(**fields))
+
+
+def test_of_a_grpo_config_the_changed_fields_count():
+    fields = without_objects({"args": GRPOConfig(learning_rate=3e-6, max_steps=7)})
+    assert fields == {"learning_rate": 3e-6, "max_steps": 7}
+    fields = without_objects({"args": GRPOConfig(bf16=False, gradient_accumulation_steps=4)})
+    assert fields == {"bf16": False, "gradient_accumulation_steps": 4}
+    config, _ = resolved_of(args=GRPOConfig(max_steps=7), max_steps=9)
+    assert config.steps == 9
+    assert without_objects({"args": None, "steps": 3}) == {"steps": 3}
+    with pytest.raises(shoal.ShoalError, match="args=object: .* its fields as keyword arguments"):
+        resolved_of(args=object())
+
+
+def test_objects_that_are_not_used_are_named_by_their_classes():
+    config, resolved = resolved_of(processing_class=object(), callbacks=None, optimizers=(None,))
+    assert resolved.start_lines == [
+        "processing_class=[object] changes nothing here: the tokenizer is the model's; "
+        "model.tokenizer=FOLDER names another"
+    ]
+    with pytest.raises(shoal.ShoalError, match=r"callbacks=\[Kind\] is not .* result.metrics"):
+        resolved_of(callbacks=[Kind.LORA.__class__])
+    with pytest.raises(shoal.ShoalError, match="peft_config='x': expected a LoraConfig"):
+        resolved_of(peft_config="x")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "every"),
+    [
+        ({"eval_strategy": "no"}, -1),
+        ({"eval_strategy": "no", "eval_steps": 5, "save_steps": 10}, -1),
+        ({"eval_steps": -1}, -1),
+        ({"eval_strategy": "steps", "eval_steps": 5}, 5),
+        ({"eval_strategy": "epoch"}, -2),
+    ],
+)
+def test_no_evaluation_is_none(keywords, every):
+    config, _ = resolved_of(**keywords)
+    assert config.train.evaluate_every == every
+    assert config.checkpoint.every == keywords.get("save_steps", resolved_of()[0].checkpoint.every)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"model_init_kwargs": {"dtype": "float16"}}, "float16"),
+        ({"dtype": "float32", "bf16": True}, "bfloat16"),
+        ({"dtype": "auto"}, "auto"),
+    ],
+)
+def test_the_type_of_the_model_is_that_of_the_computation(keywords, dtype):
+    assert resolved_of(**keywords)[0].model.dtype == dtype
+
+
+def test_trls_recipe_has_its_epochs_and_no_evaluation(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "1"}\n' * 50)
+    words = ["recipe=trl", "task=custom", f"task.path={rows}", "task.num_eval_questions=10"]
+    config, _ = compose("train", words)
+    assert config.steps == 3 * 40  # of one prompt for each device
+    assert config.train.evaluate_every == -1
+    assert compose("train", [*words, "max_steps=7", "eval_steps=2"])[0].steps == 7
+
+
+def test_an_error_has_the_arguments_name_and_two_frames():
+    code = "import shoal\nshoal.train(num_generations=1)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    frames = [line for line in ended.stderr.splitlines() if line.startswith("  File ")]
+    assert len(frames) == 2
+    assert "(batch.group_size: the argument num_generations)" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_lora_config_of_peft_is_read():
+    peft = pytest.importorskip("peft")
+    adapter = peft.LoraConfig(r=4, target_modules=["v_proj"], task_type="CAUSAL_LM")
+    assert without_objects({"peft_config": adapter})["peft_config"] == {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["v_proj"],
+        "task_type": "CAUSAL_LM",
+    }

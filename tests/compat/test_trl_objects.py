@@ -168,9 +168,9 @@ def test_the_type_of_the_model_is_that_of_the_computation(keywords, dtype):
 def test_trls_recipe_has_its_epochs_and_no_evaluation(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"prompt": "{number}", "answer": "1"}}\n' for number in range(50)))
-    words = ["recipe=trl", "task=custom", f"task.path={rows}", "task.num_eval_questions=10"]
+    words = ["recipe=trl", "task=custom", f"task.path={rows}"]
     config, _ = compose("train", words)
-    assert config.steps == 3 * 40  # of one prompt for each device
+    assert config.steps == 3 * 45  # a tenth of the rows is held out; one prompt a step
     assert config.train.evaluate_every == -1
     assert compose("train", [*words, "max_steps=7", "eval_steps=2"])[0].steps == 7
 

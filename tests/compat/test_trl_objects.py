@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import shoal
+from shoal.compat.front import in_their_names
 from shoal.compat.trl_objects import without_objects
 from shoal.config.merge import compose
 from shoal.job.resume import from_overrides_on_run
@@ -181,6 +182,25 @@ def test_an_error_has_the_arguments_name_and_two_frames():
     frames = [line for line in ended.stderr.splitlines() if line.startswith("  File ")]
     assert len(frames) == 2
     assert "(batch.group_size: the argument num_generations)" in ended.stderr
+
+
+def test_of_two_flags_of_a_key_the_one_with_its_name_is_shown():
+    _, resolved = compose("train", ["max_completion_length=64", "scale_rewards=group"])
+    said = in_their_names("optimizer.warmup_steps is too long", resolved)
+    assert said == (
+        "optimizer.warmup_steps is too long (in TRL: optimizer.warmup_steps is warmup_steps)"
+    )
+
+
+def test_an_error_of_a_run_has_the_arguments_name(tmp_path):
+    with pytest.raises(shoal.ShoalError, match="the argument model_name_or_path") as raised:
+        shoal.train(
+            model_name_or_path=str(tmp_path / "none"),
+            train_dataset=[{"prompt": str(number)} for number in range(20)],
+            reward_funcs=[ones],
+            output_dir=str(tmp_path),
+        )
+    assert raised.value.__suppress_context__ and raised.value.__cause__ is None
 
 
 @pytest.mark.slow

@@ -738,8 +738,11 @@ def in_their_names(message: str, resolved: Resolved) -> str:
         for key in flag.keys:
             # The whole dotted name, not a part of a longer one.
             is_mentioned = re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message)
-            if key not in resolved.origins and is_mentioned:
-                named.setdefault(key, flag.name)
+            if key in resolved.origins or not is_mentioned:
+                continue
+            # Of several flags the one with the key's own name, like `warmup_steps`.
+            if key not in named or flag.name == key.rpartition(".")[2]:
+                named[key] = flag.name
     if "HF_TOKEN" in message and system == "MaxText":
         named["HF_TOKEN"] = HUB_TOKEN_KEY
     explained = with_origins(message, resolved.origins)

@@ -638,12 +638,13 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[Fla
         if reason:
             line += f": {reason}"
         is_note = effect.has_line or (bool(reason) and not effect.meaning)
+        is_ignored = not became and not reason
         short = ""
         if became and not reason:
             keys = ", ".join(each.partition("=")[0] for each in became)
             has_other_name_alone = kept_texts == set(effect.flags.values())
             short = f"{flags} ({keys})" if has_other_name_alone else line
-        lines.append(FlagLine(line, is_note, short))
+        lines.append(FlagLine(line, is_note or is_ignored, short))
     for layer_index, names in idle_names.items():
         file = draft.typed[layer_index].file
         assert file is not None

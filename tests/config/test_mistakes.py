@@ -110,7 +110,7 @@ train optimizer.lr=1e-5,1e-4          | expected a finite number; for a run with
 --multirun
 train wandb=true                      | section | report.wandb.mode
 train --dataset train.jsonl           | task=custom task.path=FILE, or dataset_name=FILE
-train train_dataset=rows              | train_dataset: data is task=, a name or rows from Python
+train train_dataset=rows              | train_dataset=rows is not supported: rows are given
 train train_file=rows.jsonl           | train_file: data is task=, a name | task.path=FILE
 train num_gen=4                       | did you mean num_generations (batch.group_size)?
 train lora.yml                        | lora.yml:1: lora_bias: LoRA is model.lora.rank

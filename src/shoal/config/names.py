@@ -68,8 +68,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "and held_out= the rows to evaluate on; from "
     "files task=custom "
     "task.path=FILE, or dataset_name=FILE",
-    "lora|peft|dora": "an adapter is plain LoRA, with the keys model.lora.rank, alpha, targets, "
-    "rslora and path; DoRA and other variants are not supported",
+    "lora|peft|dora": "LoRA is model.lora.rank, alpha, targets, rslora and path; DoRA and other "
+    "variants are not supported",
     "quant|4bit|8bit|fp8|int8": QUANTISED,
     "vllm|sglang": "the sampler is the model itself, or with sampler.kind=vllm a server of vLLM",
     "tool|agent|multi_turn|environment": "tools are tools=file.py:f,g, environments "

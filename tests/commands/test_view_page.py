@@ -782,6 +782,27 @@ def test_colours_are_fitted_to_the_completion(page, address):
     assert page.locator(".tokens .t").last.get_attribute("data-c") == "-4"
 
 
+def test_a_short_curve_is_not_smoothed(page, address):
+    page.goto(address)
+    smooth = "async (values) => (await import('/static/charts.js')).smoothed(values, 0.9)"
+    few = [0.0, None, *range(8)]
+    assert page.evaluate(smooth, few) == few
+    many = [0.0, None, *[1.0] * 9]
+    assert page.evaluate(smooth, many)[:2] == [0.0, None] and page.evaluate(smooth, many)[-1] < 0.99
+
+
+def test_of_wrong_completions_none_is_the_best(page, tmp_path):
+    def groups(step: int) -> list[Group]:
+        all_wrong = stored_group(step, 1, [0.1, 0.2], ["first", "second"])
+        return [all_wrong, stored_group(step, 2, [0.1, 1.1], ["no", "yes"])]
+
+    with viewed(write_run(tmp_path / "wrong", 1, groups), page=page) as address:
+        for group, best in ((0, 0), (1, 1)):
+            page.goto(f"{address}#/group?run=wrong&file=step_000001&group={group}")
+            settle(page, "2 completions")
+            assert page.locator(".completion .badge.ok").count() == best
+
+
 def test_a_group_has_its_answer_order_and_differences(page, odd):
     def order() -> list[str]:
         result = []

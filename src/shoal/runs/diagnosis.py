@@ -304,7 +304,7 @@ ROWS = (
         "constant_groups",
         ">",
         MOST,
-        "{value:.0%} of {number} have one reward for all their completions, so they give no "
+        "{value:.0%} of {number} have one reward for all their completions and so give no "
         "training signal",
         "take easier or harder questions, or a larger batch.group_size",
         "batch.group_size",

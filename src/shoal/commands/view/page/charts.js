@@ -13,9 +13,13 @@ function colour(name) {
 
 const runColour = (place) => colour(`--s${(place % 3) + 1}`); // no more are compared
 
+/** Points below which a curve is not smoothed: the smoothed end of a short run is far from its last value. */
+const LEAST_SMOOTHED = 10;
+
 /** Exponential smoothing that does not lag at the beginning; gaps stay gaps. */
-function smoothed(values, amount) {
-  if (!amount) return values;
+export function smoothed(values, amount) {
+  const points = values.filter((value) => value !== null && value !== undefined).length;
+  if (!amount || points < LEAST_SMOOTHED) return values;
   let held = 0, weight = 0;
   return values.map((value) => {
     if (value === null || value === undefined) return null;

@@ -188,8 +188,9 @@ export function completionCard(view, stack, parameters, mostCells) {
   const tokensOf = (which, text) => el("a", { text, href: addressOf("tokens", { run, file: record.file, group: record.group,
     completion: which.completion }) });
   const odd = oddities(one, rewardsOf(record).mean).map((text) => [text, "warning"]), word = one.correct ? "right" : "wrong";
+  const isBest = one === view.best && one.correct !== false; // of wrong answers none is called the best
   const badges = [one.correct === null || odd.some(([text]) => text.startsWith(word)) ? null : [word, word],
-    one === view.best ? ["best", "ok"] : null, ...odd];
+    isBest ? ["best", "ok"] : null, ...odd];
   const parts = Object.entries(one.components).map(([name, value]) => `${name} ${num(value)}`
     + ((record.weights[name] ?? 1) === 1 ? "" : ` × ${num(record.weights[name])}`));
   return el("article", { class: `card completion${stack.some((row) => row.completion === view.selected) ? " selected" : ""}`,

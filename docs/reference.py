@@ -589,7 +589,7 @@ _PLACES = (
     (
         "all defaults of a system, with your own model and data",
         "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, `recipe=trl`, `recipe=verl`, "
-        "`recipe=prime-rl`, `recipe=scalerl`",
+        "`recipe=scalerl`",
     ),
     (
         "a paper's settings",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
+from enum import Enum, StrEnum
+from typing import Any, ClassVar
 
 import pytest
 
@@ -45,10 +45,17 @@ class LoraConfig:
             self.target_modules = set(self.target_modules)
 
 
+class Schedule(Enum):  # no StrEnum: a member equals no text
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
 @dataclass
 class GRPOConfig:
-    """Stands in for TRL's, with fields that are set by others."""
+    """Stands in for TRL's, with fields that are set by others. On a machine without a GPU it
+    refuses its own default of `bf16`."""
 
+    has_gpu: ClassVar[bool] = True
     output_dir: str = "trainer_output"
     learning_rate: float = 1e-6
     max_steps: int = -1
@@ -58,8 +65,15 @@ class GRPOConfig:
     generation_batch_size: int | None = None
     bf16: bool | None = None
     run_name: str | None = None
+    lr_scheduler_type: Any = "linear"
+    gradient_checkpointing: bool | None = None
 
     def __post_init__(self):
+        if self.bf16 is None and not self.has_gpu:
+            raise ValueError("Your setup doesn't support bf16/gpu.")
+        self.lr_scheduler_type = Schedule(self.lr_scheduler_type)
+        if self.gradient_checkpointing is None:
+            self.gradient_checkpointing = True
         self.bf16 = True if self.bf16 is None else self.bf16
         self.run_name = self.run_name or self.output_dir
         if self.steps_per_generation is None:
@@ -123,6 +137,14 @@ def test_of_a_grpo_config_the_changed_fields_count():
     assert without_objects({"args": None, "steps": 3}) == {"steps": 3}
     with pytest.raises(shoal.ShoalError, match=r"args=object: .* its fields as keyword arguments"):
         resolved_of(args=object())
+
+
+def test_a_grpo_config_that_needs_a_gpu_by_default_is_read_without_one(monkeypatch):
+    monkeypatch.setattr(GRPOConfig, "has_gpu", False)
+    given = GRPOConfig(max_steps=7, bf16=False, lr_scheduler_type="cosine")
+    fields = without_objects({"args": given})
+    assert fields == {"max_steps": 7, "bf16": False, "lr_scheduler_type": "cosine"}
+    assert without_objects({"args": GRPOConfig(bf16=False)}) == {"bf16": False}
 
 
 def test_objects_that_are_not_used_are_named_by_their_classes():

@@ -82,7 +82,7 @@ def _fields_of_adapter(adapter: Any) -> dict[str, Any]:
     the fields cannot be read."""
     if isinstance(adapter, Mapping):
         fields = {"r": 8, "lora_alpha": 8}
-        fields |= {name: value for name, value in adapter.items() if value is not None}
+        fields |= {name: _plain(value) for name, value in adapter.items() if value is not None}
     elif _is_record(adapter):
         fields = {}
         for name in ("peft_type", "r", "lora_alpha"):
@@ -96,7 +96,7 @@ def _fields_of_adapter(adapter: Any) -> dict[str, Any]:
             f"peft_config={shorten(repr(adapter), 100)}: expected a LoraConfig of PEFT, or a dict "
             "of its fields"
         )
-    return {name: _plain(value) for name, value in fields.items()}
+    return fields
 
 
 def _plain(value: Any) -> Any:
@@ -116,21 +116,38 @@ def _is_record(value: Any) -> bool:
 
 def _changed_fields(record: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) for the fields of a dataclass object that differ from their defaults. A
-    default is what the class declares, and also what a new object has without arguments, because
-    `__post_init__` may set fields that were not given."""
-    try:
-        untouched = type(record)()
-    except (TypeError, ValueError):  # it has required fields, or refuses its own defaults here
-        untouched = None
+    default is what the class declares, and also what a new object has, because `__post_init__` may
+    set fields that were not given."""
+    untouched = _untouched(record)
     for field in dataclasses.fields(record):
         if not field.init or field.name.startswith("_"):
             continue
-        value = getattr(record, field.name)
+        value = _plain(getattr(record, field.name))
         defaults = [field.default]
         if field.default_factory is not dataclasses.MISSING:
-            defaults = [field.default_factory()]
-        if untouched is not None:
-            defaults.append(getattr(untouched, field.name))
-        is_default = any(type(value) is type(default) and value == default for default in defaults)
-        if not is_default:
-            yield field.name, _plain(value)
+            defaults.append(field.default_factory())
+        if field.name in untouched:
+            defaults.append(untouched[field.name])
+        plain_defaults = [_plain(default) for default in defaults]
+        # The types count too: 1 is not True.
+        if not any(type(value) is type(one) and value == one for one in plain_defaults):
+            yield field.name, value
+
+
+DEVICE_FIELDS = ("bf16", "fp16", "use_cpu")
+"""Fields of TRL's configurations without which a new one is refused on a machine without a GPU."""
+
+
+def _untouched(record: Any) -> dict[str, Any]:
+    """Returns the fields of a new object of a record's class, by name. If the class refuses to make
+    one without arguments, it gets the record's DEVICE_FIELDS, which are then left out here; {} if
+    it refuses that too."""
+    device_fields = {name: getattr(record, name) for name in DEVICE_FIELDS if hasattr(record, name)}
+    for arguments in ({}, device_fields):
+        try:
+            new = type(record)(**arguments)
+        except (TypeError, ValueError):
+            continue
+        names = [field.name for field in dataclasses.fields(new) if field.name not in arguments]
+        return {name: getattr(new, name) for name in names if hasattr(new, name)}
+    return {}

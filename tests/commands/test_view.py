@@ -1005,6 +1005,14 @@ def test_a_short_text_that_is_one_loop_repeats_itself(tmp_path):
     assert found["repeated"]["title"] == "100.0% of completions repeat themselves (24)"
 
 
+def test_a_single_digit_or_letter_is_an_answer(tmp_path):
+    def groups(step: int) -> list[Any]:
+        return [stored_group(step, 0, [0.1, 1.1, 0.1, 0.1], ["7", " B ", "四", "."])]
+
+    found = findings(write_run(tmp_path / "short", 2, groups))
+    assert found["empty"]["title"] == "25.0% of completions are empty (2)"
+
+
 def test_nothing_is_said_on_right_answers_that_nobody_measured(tmp_path):
     def groups(step: int) -> list[Any]:
         return [replace(stored_group(step, 0, [0.1, 1.1]), correct=None)]

@@ -462,6 +462,19 @@ def test_runs_named_one_by_one_are_laid_over_each_other(page, runs):
         )
 
 
+def test_settings_that_not_all_runs_have_come_first(page, tmp_path):
+    shared = ["algorithm.kl_coef=0.5", "batch.group_size=2", "sampling.temperature=0.5"]
+    shared += ["algorithm.clip_low=0.1", "algorithm.clip_high=0.1", "model.lora.rank=4"]
+    for number in (1, 2):
+        settings = [*shared, f"optimizer.lr={number}e-5"]
+        write_run(tmp_path / f"k{number}", 2, settings=settings)
+    with viewed(tmp_path, page=page) as address:
+        page.goto(address)
+        settle(page, "k1")
+        chips = page.locator("table.home tbody tr").locator(".chip:first-child").all_inner_texts()
+        assert sorted(chips) == ["optimizer.lr 0.00001", "optimizer.lr 0.00002"]
+
+
 def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
     page.goto(address + "#/run?run=first")
     settle(page, "driven by correct; accuracy 50.0% → 100.0%, of too few questions to tell")

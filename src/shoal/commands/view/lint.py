@@ -312,7 +312,7 @@ TEXT_CHECKS: Mapping[str, tuple[str, str]] = {
         "score best without giving an answer",
         "They have no <answer>, and no sibling has more reward.",
     ),
-    "empty": ("are empty", "They hold fewer than 3 characters."),
+    "empty": ("are empty", "They hold no letter or digit, and fewer than 3 characters."),
     "wrong_best": (
         "are wrong and score as well as a right sibling",
         "The task says that they are wrong, the reward does not.",
@@ -488,7 +488,8 @@ def _failed_checks(
     are None if there is none.
 
     no_answer: no answer can be read, and the reward is the highest and above 0
-    empty: fewer than 3 characters that are no spaces
+    empty: fewer than 3 characters that are no spaces, none of them a letter or a digit: `7` and `B`
+      are answers
     wrong_best: it is wrong, and its reward is at least `best_right`
     repeated: see `repeats`; not for a text of fewer than REPEATED_CHARS characters
     many_answers: more than one <answer> with its end, or more than one \\boxed
@@ -499,7 +500,8 @@ def _failed_checks(
     is_best = reward is not None and reward == best and reward > 0
     if is_best and extract_answer(text) is None:
         failed.append("no_answer")
-    if len(text.strip()) < 3:
+    characters = text.strip()
+    if len(characters) < 3 and not any(char.isalnum() for char in characters):
         failed.append("empty")
     if row["correct"] is False and best_right is not None and reward is not None:
         if reward >= best_right:

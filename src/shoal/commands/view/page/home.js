@@ -22,7 +22,7 @@ export async function showHome(node, parameters, context) {
       drawRows(view);
     } } });
   const read = async () => {
-    view.records = (await load("home")).rows;
+    view.records = differencesFirst((await load("home")).rows);
     drawRows(view);
     view.notice.textContent = context.notice;
     view.notice.hidden = !context.notice;
@@ -40,6 +40,19 @@ export async function showHome(node, parameters, context) {
     return true;
   };
   return { update: read, moved, keys: {} };
+}
+
+/** The records, in each of which the settings come first that not all of the runs have: few fit in a row. */
+function differencesFirst(records) {
+  const runsWith = new Map();
+  for (const { chips } of records) {
+    for (const chip of chips) runsWith.set(JSON.stringify(chip), (runsWith.get(JSON.stringify(chip)) ?? 0) + 1);
+  }
+  const isShared = (chip) => runsWith.get(JSON.stringify(chip)) === records.length;
+  return records.map((record) => {
+    const own = record.chips.filter((chip) => !isShared(chip)), shared = record.chips.filter(isShared);
+    return { ...record, chips: [...own, ...shared] };
+  });
 }
 
 /** The runs that are found. Rows that say what they said stay as they are: a live run redraws none but its own. */

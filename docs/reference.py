@@ -28,6 +28,11 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
     ),
     "mean_reward": ("reward", "mean weighted reward of the answers"),
     "rewards/{function}": ("reward", "mean value of one reward function"),
+    "rewards/logged/{name}": (
+        "as logged",
+        "mean of a number that a reward function stored with each answer: by log_extra, or in "
+        "verl's dict beside `score`",
+    ),
     "mean_length": ("tokens", "mean tokens of an answer"),
     "truncated": ("share", "answers that reached the token limit"),
     "pass@{k}": (

@@ -218,6 +218,17 @@ def test_greedy_by_hand():
     assert "well_formed" not in figures
 
 
+def test_numbers_that_rewards_store_with_answers_have_means():
+    groups = [
+        replace(group("a", "a"), extra={"acc": [1.0], "read": ["a"]}),
+        replace(group("b", "a"), extra={"acc": [0.0], "read": [2]}),
+        replace(group("b", "a"), extra={"acc": [None]}),
+    ]
+    figures = score_greedy(groups, task())
+    assert figures["rewards/logged/acc"] == 0.5
+    assert "rewards/logged/read" not in figures  # not all of it are numbers
+
+
 def test_without_a_right_answer_there_is_no_accuracy():
     groups = [group("ab", "a", with_correct=False), group("aa", "a", with_correct=False)]
     figures = score_greedy(groups, task()) | score_sampled(

@@ -754,7 +754,7 @@ def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
                 "gave no right answer a score",
             ),
         ),
-        ("nan", ("'nan' tried on known answers returned nan", "None if the function cannot judge")),
+        ("nan", ("'nan' tried on known answers returned nan", "or None to abstain")),
         (
             "too_few",
             ("'too_few' tried on known answers returned", "data row ", "for each completion"),
@@ -763,7 +763,7 @@ def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
             "text",
             (
                 "'text' tried on known answers returned 'good'",
-                "a finite number, a list with one number for each turn, or None",
+                "a finite number, one for each turn, or None",
             ),
         ),
         ("number", ("'number' tried on known answers returned 1.0", "data row ", "30 were given")),

@@ -588,7 +588,7 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
     )
     np.testing.assert_array_equal(scores.components["compute_score"], [[1, 0]])
     assert scores.metrics == {"length": [1.0, 3.0]}
-    assert scores.extra == {"read": [["5", "six"]]}
+    assert scores.extra == {"length": [[1, 3]], "read": [["5", "six"]]}
 
     async def later(solution_str: str, ground_truth: str, **kwargs: Any) -> float:
         await asyncio.sleep(0)

@@ -574,8 +574,8 @@ def _checked_list(result: Any, batch: Batch) -> list[Any]:
 
 def _verl_score(result: Any, call_log: _CallLog) -> Any:
     """Returns the score that a function of verl's convention returned: `result` itself, or its
-    `score` if it is a dict. Logs the dict's other values in `call_log`, numbers as metrics and all
-    else as extra columns. Logs a score that is not in a dict as the metric `acc`, as verl does.
+    `score` if it is a dict. Logs the dict's other values in `call_log` as extra columns, and its
+    numbers as metrics too. Logs a score that is not in a dict as the metric `acc`, as verl does.
     _BrokenConvention for a dict without `score`. The score is not checked here."""
     if not isinstance(result, Mapping):
         number = _finite_or_text(result)
@@ -591,8 +591,7 @@ def _verl_score(result: Any, call_log: _CallLog) -> Any:
             number = _finite_or_text(value)
             if isinstance(number, float):
                 call_log.log_metric(name, number)
-            else:
-                call_log.log_extra(str(name), [value])
+            call_log.log_extra(str(name), [value])
     return result["score"]
 
 

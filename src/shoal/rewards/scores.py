@@ -343,8 +343,8 @@ class ScoreColumn:
             self._fail(
                 i,
                 CallResult(kind="not a number", text=text),
-                f"for {self.batch.describe(i)}: expected a finite number, a list with one "
-                "number for each turn, or None if the function cannot judge",
+                f"for {self.batch.describe(i)}: expected a finite number, one for each "
+                "turn, or None to abstain",
             )
         for column, logged_values in result.extra.items():
             if column not in self.extra:

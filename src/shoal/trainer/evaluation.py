@@ -12,7 +12,14 @@ import numpy as np
 
 from shoal.protocols import GroupRequest, RolloutSource
 from shoal.records import Group, Purpose, SamplingParams
-from shoal.runs.metrics import known_mean, majority_at_k, pass_at_k, standard_error, wilson_interval
+from shoal.runs.metrics import (
+    known_mean,
+    logged_name,
+    majority_at_k,
+    pass_at_k,
+    standard_error,
+    wilson_interval,
+)
 from shoal.tasks.task import Task
 from shoal.text import exact
 from shoal.trainer.prompts import TokenizedExample
@@ -143,8 +150,10 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
     """Returns figures of greedy answers by name: `accuracy` and `accuracy_interval` if the answers
     have verdicts, the task's own figures, `well_formed` (the share of answers in the form that the
     task requires, if it requires one), `mean_reward`, the mean of each function as
-    `rewards/<name>`, `mean_length` in sampled tokens, and `truncated` (the share of answers that
-    reached the limit). Without groups there are only `num_questions`, 0, and `protocol`."""
+    `rewards/<name>`, the mean of each number that functions stored with the answers as
+    `rewards/logged/<name>` (such as `acc` of verl's functions), `mean_length` in sampled tokens,
+    and `truncated` (the share of answers that reached the limit). Without groups there are only
+    `num_questions`, 0, and `protocol`."""
     total = len(groups)
     rewards = [group.rewards[0] for group in groups]
     figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}
@@ -171,10 +180,26 @@ def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
     for name in groups[0].reward_components:
         of_function = [group.reward_components[name][0] for group in groups]
         figures[f"rewards/{name}"] = known_mean(of_function)
+    figures |= _means_of_logged_numbers(groups)
     completions = [group.completions[0] for group in groups]
     figures["mean_length"] = float(np.mean([c.num_sampled for c in completions]))
     figures["truncated"] = float(np.mean([c.stop_reason == "length" for c in completions]))
     return figures
+
+
+def _means_of_logged_numbers(groups: Sequence[Group]) -> dict[str, float]:
+    """Returns the mean of each column that reward functions stored with greedy answers, if it holds
+    numbers alone; answers without a value are left out."""
+    names = []
+    for group in groups:
+        names.extend(name for name in group.extra if name not in names)
+    means = {}
+    for name in names:
+        values = [group.extra[name][0] for group in groups if name in group.extra]
+        known = [value for value in values if value is not None]
+        if known and all(isinstance(value, int | float) for value in known):
+            means[logged_name(name)] = float(np.mean(known))
+    return means
 
 
 def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -> dict[str, Any]:

@@ -572,14 +572,14 @@ SAME_JOBS: Mapping[str, SameJob] = {
         "algorithm.kl_coef=0.04 optimizer.lr=1e-5",
     ),
     "verl": SameJob(
-        "python3 -m verl.trainer.main_ppo data.train_batch_size=128 "
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=128 "
         "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=8 "
-        "actor_rollout_ref.actor.optim.lr=1e-6",
-        "shoal train recipe=verl data.train_batch_size=128 "
+        "actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_training_steps=100",
+        "shoal train recipe=verl algorithm.adv_estimator=grpo data.train_batch_size=128 "
         "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=8 "
-        "actor_rollout_ref.actor.optim.lr=1e-6",
+        "actor_rollout_ref.actor.optim.lr=1e-6 trainer.total_training_steps=100",
         "shoal train recipe=verl batch.prompts_per_step=128 algorithm.num_minibatches=2 "
-        "batch.group_size=8 optimizer.lr=1e-6",
+        "batch.group_size=8 optimizer.lr=1e-6 steps=100",
     ),
 }
 """System -> what its page shows; a test resolves both forms to one configuration."""
@@ -592,9 +592,12 @@ _PLACES = (
     ),
     ("TorchRL's `--config-name grpo_gsm8k`, `grpo_ifeval`", "the presets of these names"),
     (
-        "all defaults of a system, with your own model and data",
+        "a system's defaults, with your own model and data",
         "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, `recipe=trl`, `recipe=verl`, "
-        "`recipe=scalerl`",
+        "`recipe=scalerl`; `recipe=verl` sets those of verl's file with "
+        "`algorithm.adv_estimator=grpo`, but neither `actor_rollout_ref.rollout.n` nor "
+        "`trainer.total_epochs`; the script `verl.trainer.main_ppo` has verl's own "
+        "where nothing is said: `gae` with a critic, one completion of each prompt, 30 epochs",
     ),
     (
         "a paper's settings",

@@ -586,3 +586,70 @@ def test_the_pages_have_every_flag_and_their_commands_work():
         assert f"`{name}`" in "".join(tables)
     for line in re.findall(r"^shoal (.*)$", page, re.MULTILINE):
         assert cli.main(line.replace("./llama", "tiny").split()) == 0
+
+
+# ---- verl's data, and how many completions a prompt has
+
+
+def test_verls_val_files_are_the_files_that_are_evaluated():
+    for text, expected in (
+        ("/data/val.parquet", "/data/val.parquet"),
+        ("['a/test.parquet', 'b/test.parquet']", "a/test.parquet,b/test.parquet"),
+        ("val", "./val"),  # a file, and no name of a split
+        ("null", "test"),
+    ):
+        config, resolved = compose("train", [f"data.val_files={text}"])
+        assert config.task.eval_split == expected
+        assert text == "null" or not any("val_files" in note for note in resolved.notes)
+    with pytest.raises(ShoalError, match=r"data\.val_files=, : expected a file"):
+        compose("train", ["data.val_files=, "])
+
+
+def test_verls_names_of_columns_are_renamed():
+    for words, columns in (
+        (["data.prompt_key=question"], ("prompt=question",)),
+        (["data.reward_fn_key=source"], ("data_source=source",)),
+        (
+            ["data.reward_fn_key=source", "data.prompt_key=question"],
+            ("prompt=question", "data_source=source"),
+        ),
+        (["data.prompt_key=prompt", "data.reward_fn_key=data_source"], ()),
+        (["data.prompt_key=prompt", "task.columns=[answer=final]"], ("answer=final",)),
+    ):
+        assert compose("train", words)[0].task.columns == columns
+
+
+def test_verls_arguments_of_a_reward_function_are_bound_in_its_file(tmp_path):
+    for head in ("", "reward."):
+        name = f"{head}custom_reward_function.reward_kwargs"
+        with pytest.raises(
+            ShoalError, match=rf"{name}\.x=3 is not supported: .*functools\.partial"
+        ):
+            compose("train", [f"{name}.x=3"])
+    (tmp_path / "score.py").write_text(
+        "import functools\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, x=0):\n"
+        "    return x\n"
+        "BOUND = functools.partial(compute_score, x=3)\n"
+    )
+    words = [
+        f"custom_reward_function.path={tmp_path}/score.py",
+        "custom_reward_function.name=BOUND",
+    ]
+    config, _ = compose("train", words)
+    [function] = find_functions(config.reward, config.reward.functions)
+    assert function("", "", "") == 3
+
+
+@pytest.mark.parametrize("flags", [["algorithm.adv_estimator=gae"], ["lam=0.9"]])
+@pytest.mark.parametrize("task", ["words", "gsm8k", "custom"])
+def test_ppo_has_one_completion_a_prompt_whatever_the_tasks_preset_says(flags, task, tmp_path):
+    words = [*flags, f"task={task}"]
+    assert compose("train", words)[0].batch.group_size == 1
+    assert compose("train", ["recipe=verl", *words])[0].batch.group_size == 1
+    for more in (["batch.group_size=3"], ["actor_rollout_ref.rollout.n=3"]):
+        assert compose("train", [*more, *words])[0].batch.group_size == 3
+    file = tmp_path / "mine.yml"
+    file.write_text("batch: {group_size: 5}\n")
+    assert compose("train", [str(file), *words])[0].batch.group_size == 5
+    assert compose("train", [f"task={task}", "batch.group_size=4"])[0].batch.group_size == 4

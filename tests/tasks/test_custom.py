@@ -20,7 +20,12 @@ import shoal
 from shoal import cli
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
-from shoal.job.task import check_truths, load_task, with_system_prompt
+from shoal.job.task import (
+    check_truths,
+    load_task,
+    note_missing_sources,
+    with_system_prompt,
+)
 from shoal.records import Example, ShoalError
 from shoal.tasks.data_folder import Published
 from shoal.tasks.generated import LazyRows
@@ -841,3 +846,40 @@ def test_a_hub_data_set_of_another_format_is_taken_as_parquet(
     task = load("some/data")
     assert (prompts(task.train), prompts(task.evaluations["held_out"])) == (["q0?", "q1?"], ["q2?"])
     assert asked_for[-1] == "refs/convert/parquet"
+
+
+def test_rows_to_evaluate_on_may_be_files_of_their_own(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    path = write(tmp_path / "train.jsonl", [{"prompt": f"q{i}"} for i in range(4)])
+    write(tmp_path / "test.jsonl", [{"prompt": "of the split test"}])
+    one = write(other / "mine.jsonl", [{"prompt": "mine"}, {"prompt": "q1"}])
+    two = write(other / "yours.jsonl", [{"prompt": "yours"}])
+    task = load(path, eval_split=f"{one},{two}")
+    assert prompts(task.evaluations["held_out"]) == ["mine", "q1", "yours"]
+    assert prompts(task.train) == ["q0", "q2", "q3"]  # q1 is held out
+    assert task.data.held_out_files == {"mine.jsonl": 2, "yours.jsonl": 1}
+    of_folder = load(tmp_path, eval_split=str(one))
+    assert prompts(of_folder.evaluations["held_out"]) == ["mine", "q1"]
+    assert not any("no split" in note for note in of_folder.notes)
+    shared = load(path, eval_split=str(path))
+    assert prompts(shared.evaluations["held_out"]) == prompts(shared.train)
+    for missing in (f"{other}/none.jsonl", "none.jsonl", f"{one},{other}/none.jsonl"):
+        with pytest.raises(ShoalError, match=r"none\.jsonl: there is no such file; give the path"):
+            load(path, eval_split=missing)
+
+
+def test_a_row_without_verls_data_source_is_told_once(tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{i}", "answer": "1", "source": "a"} for i in range(4)]
+    path = write(tmp_path / "train.jsonl", rows)
+    (tmp_path / "score.py").write_text(VERL)
+    section = TaskSection(name="custom", path=str(path), eval_split="train")
+    reward = RewardSection((f"{tmp_path}/score.py:compute_score",))
+    task = load_task(section, reward)
+    assert note_missing_sources(task, task.rewards) == (
+        "reward function 'compute_score' gets data_source='' for 4 of 4 training rows, which have "
+        "none; task.columns=[data_source=COLUMN] takes another column"
+    )
+    task = load_task(replace(section, columns=("data_source=source",)), reward)
+    assert note_missing_sources(task, task.rewards) == ""
+    assert task.train[0].columns["data_source"] == "a"

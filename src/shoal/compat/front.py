@@ -203,6 +203,7 @@ class PlacedSetting:
     setting: Setting
     layer: int
     index: int
+    is_above: bool = False  # True: in a layer of its own, directly above that layer
 
 
 @dataclass(eq=False)
@@ -365,8 +366,9 @@ class Draft:
     def layers(self) -> list[Layer]:
         """Returns copies of the layers, lowest first, with flags replaced by settings; in each
         layer the settings that yield come first, because of two settings in a layer the later
-        counts. If there are settings that yield to everything, they make up an additional layer at
-        the bottom. `typed` of each copy has the settings as typed."""
+        counts. Settings that yield to everything make up an additional layer at the bottom, those
+        that yield to all but a packaged preset one above that preset. `typed` of each copy has the
+        settings as typed."""
         by_layer: dict[int, list[PlacedSetting]] = {}
         for effect in self.effects:
             for placed in effect.settings:
@@ -378,9 +380,12 @@ class Draft:
             layers.append(Layer([placed.setting for placed in by_layer[LOWEST]]))
         for layer_index, layer in enumerate(self.typed):
             yielding = []
+            above = []
             in_place: dict[int, list[Setting]] = {}  # index of a flag -> settings in its place
             for placed in by_layer.get(layer_index, ()):
-                if placed.setting.yields:
+                if placed.is_above:
+                    above.append(placed.setting)
+                elif placed.setting.yields:
                     yielding.append(placed.setting)
                 else:
                     in_place.setdefault(placed.index, []).append(placed.setting)
@@ -391,6 +396,8 @@ class Draft:
                 else:
                     settings.append(setting)
             layers.append(replace(layer, settings=settings, typed=layer.settings))
+            if above:
+                layers.append(Layer(above))
         return layers
 
     def add_effect(self, uses: Sequence[FlagUse], meaning: str, has_line: bool = False) -> Effect:
@@ -520,7 +527,8 @@ class Draft:
 
     def _add_setting(self, effect: Effect, use: FlagUse, key: str, value: Any) -> None:
         """Adds to an effect a setting that sets a key, in the place of a flag. A value in a
-        Yielding makes the setting yield, with `to_all` in the lowest layer. If the command does not
+        Yielding makes the setting yield, with `to_all` in the lowest layer, with `to_users` above
+        the presets that set the key. If the command does not
         have the key, the setting sets the key INSTEAD of it; without such a key nothing is
         added."""
         keys = keys_of(self.config_type)
@@ -529,10 +537,14 @@ class Draft:
             return
         yields = self._yields_to_narrower(use, key)
         layer = use.layer
+        is_above = False
         if isinstance(value, Yielding):
             yields = True
             if value.to_all:
                 layer = LOWEST
+            elif value.to_users:
+                layer = self._preset_beneath(use, own_key)
+                is_above = layer != LOWEST
             value = value.value
         setting = Setting(
             use.name,
@@ -543,7 +555,19 @@ class Draft:
             of_rule=effect.rule is not None,
             yields=yields,
         )
-        effect.settings.append(PlacedSetting(setting, layer, use.index))
+        effect.settings.append(PlacedSetting(setting, layer, use.index, is_above))
+
+    def _preset_beneath(self, use: FlagUse, key: str) -> int:
+        """Returns the index of the highest packaged preset beneath the layer of a flag that sets a
+        key by its own name; LOWEST if there is none."""
+        names = names_of(self.config_type)
+        for layer_index in reversed(range(use.layer)):
+            layer = self.typed[layer_index]
+            if layer.is_users:
+                continue
+            if any(names.get(setting.name) == key for setting in layer.settings):
+                return layer_index
+        return LOWEST
 
     def _yields_to_narrower(self, use: FlagUse, key: str) -> bool:
         """True if in the same layer another system's flag sets this key, and sets fewer keys than

@@ -173,12 +173,13 @@ _OF_PPO = {
 def read_ppo(given: FlagTexts) -> KeyValues:
     """Converts the flags of PPOConfig, any of which asks for PPO: algorithm.advantage=gae, one
     completion of each prompt, the KL in the reward, values and advantages as there. What is not
-    given has PPOConfig's default, which yields to other settings of the same layer; the number of
-    completions, and the critic's learning rate, which there is the policy's, yield to all."""
+    given has PPOConfig's default, which yields to other settings of the same layer; the
+    critic's learning rate, which there is the policy's, yields to all, the number of completions to
+    what the user sets."""
     values: dict[str, Any] = {
         "algorithm.advantage": "gae",
         "algorithm.kl_placement": "reward",
-        "batch.group_size": Yielding("1", to_all=True),
+        "batch.group_size": Yielding("1", to_users=True),
         "critic.lam": Yielding("-1"),
     }
     for name, (default, keys) in _OF_PPO.items():

@@ -342,6 +342,24 @@ FLAGS: list[Flag] = [
         "a parquet file, or some of one folder",
         keeps_nothing=True,
     ),
+    reads(
+        "data.val_files",
+        "task.eval_split",
+        verl_readers.read_val_files,
+        "the files by their paths",
+    ),
+    *grouped(
+        verl_readers.read_columns,
+        "task.columns",
+        "the column of the prompts",
+        "data.prompt_key",
+    ),
+    *grouped(
+        verl_readers.read_columns,
+        "task.columns",
+        "the column that reward functions get as data_source",
+        "data.reward_fn_key",
+    ),
     *[
         Flag(
             _T + name,
@@ -541,11 +559,16 @@ FLAGS: list[Flag] = [
         is_mapping=True,
     ),
     *refused("set model.tokenizer", "data.tokenizer"),
-    *only("set task.columns for other columns", "prompt", names="data.prompt_key"),
     *only(
         "give reward=FILE:FUNCTION; reward.overlong_buffer_tokens is DAPO's penalty",
         "naive",
         names="reward_manager.name reward_model.reward_manager reward.reward_manager.name",
+    ),
+    *refused(
+        "bind the arguments in the function's file, BOUND = functools.partial(compute_score, "
+        "NAME=VALUE), and give custom_reward_function.name=BOUND",
+        "reward.custom_reward_function.reward_kwargs",
+        "custom_reward_function.reward_kwargs",
     ),
     *refused(
         "give reward=FILE:FUNCTION",
@@ -598,9 +621,6 @@ FLAGS: list[Flag] = [
     ),
     *only("asynchronous training is train.max_staleness", "sync", names=_T + "v1.trainer_mode"),
     # ---- what cannot matter here
-    *idle(
-        "the evaluation split is next to the training file, or else its last rows", "data.val_files"
-    ),
     *idle(
         "an evaluation fills the sampler's slots: sampling.slots_per_device", "data.val_batch_size"
     ),
@@ -668,7 +688,7 @@ FLAGS: list[Flag] = [
         *_under(
             "data.",
             """
-        tool_config_path custom_cls.* sampler.* datagen.* reward_fn_key""",
+        tool_config_path custom_cls.* sampler.* datagen.*""",
         ),
         "reward_model.*",
         "reward.*",

@@ -20,6 +20,7 @@ from shoal.compat.flags import (
     value_of_option,
 )
 from shoal.config.choices import REJECTIONS
+from shoal.config.sections.task import DATA_SUFFIXES
 from shoal.records import ShoalError
 
 clip = flags.read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
@@ -176,7 +177,7 @@ def read_estimator(given: FlagTexts) -> KeyValues:
     if given.get(name) == "gae":
         values: dict[str, Any] = {
             "algorithm.advantage": "gae",
-            "batch.group_size": Yielding("1", to_all=True),
+            "batch.group_size": Yielding("1", to_users=True),
             "critic.lr": Yielding("1e-5", to_all=True),
         }
         for own, key in _OF_CRITIC.items():
@@ -377,6 +378,32 @@ def read_train_files(name: str, text: str) -> KeyValues:
         values["task.path"] = str(folder)
         values["task.files"] = [str(PurePath(file).relative_to(folder)) for file in files]
     return values
+
+
+def read_val_files(name: str, text: str) -> KeyValues:
+    """Converts data.val_files, Parquet files, to task.eval_split: their paths with commas between
+    them. ShoalError if no file is named."""
+    files = flags.items_of(text)
+    if not files:
+        raise ShoalError(f"{name}={text}: expected a file, or a list of files")
+    paths = []
+    for file in files:
+        is_clearly_file = "/" in file or file.endswith(DATA_SUFFIXES)
+        paths.append(file if is_clearly_file else f"./{file}")  # else it would name a split
+    return {"task.eval_split": ",".join(paths)}
+
+
+def read_columns(given: FlagTexts) -> KeyValues:
+    """Converts the names of the columns with the prompts and with what reward functions get as
+    data_source to task.columns. Both names that Shoal expects too rename nothing, and yield to all
+    other settings."""
+    named = last_part(given)
+    renamed = []
+    for flag, own in (("prompt_key", "prompt"), ("reward_fn_key", "data_source")):
+        theirs = named.get(flag, own)
+        if theirs != own:
+            renamed.append(f"{own}={theirs}")
+    return {"task.columns": renamed or Yielding([], to_all=True)}
 
 
 def read_loggers(name: str, text: str) -> KeyValues:

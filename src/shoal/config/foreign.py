@@ -56,11 +56,12 @@ INSTEAD: Mapping[str, str] = {"model.path": "source", "model.tokenizer": "tokeni
 
 @dataclass(frozen=True)
 class Yielding:
-    """A value that counts only if nothing else in its layer (with `to_all`: in any layer) sets the
-    key."""
+    """A value that counts only if nothing else in its layer (with `to_all`: in any layer; with
+    `to_users`: in any layer but the packaged presets beneath it) sets the key."""
 
     value: Any
     to_all: bool = False
+    to_users: bool = False
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ from shoal.job.task import (
     given_rewards,
     load_questions,
     longest_prompt,
+    note_missing_sources,
     own_rewards,
     with_overlong,
     with_system_prompt,
@@ -379,11 +380,15 @@ class Job(StagedJob):
     )
     def reward_pool(self) -> RewardPool:
         """Starts the processes that score answers, and returns their pool. ShoalError if the data
-        lacks the answers that the functions compare with; that is not checked if the data could not
+        lacks the answers that the functions compare with, and a note if it lacks verl's
+        `data_source`; that is not checked if the data could not
         be loaded, or is not on this machine in a dry run. The processes end when the job is
         closed."""
         if self.is_open("loaded_task"):
             check_truths(self.loaded_task, self.reward_functions)
+            note = note_missing_sources(self.loaded_task, self.reward_functions)
+            if note:
+                self.console.note(note)
         steps = (self.requested.steps,) if self.trains else ()
         pool = RewardPool(self.reward_functions, self.requested.reward, *steps)
         return self.stack.enter_context(closing(pool))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -269,6 +270,24 @@ def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
                     f"{num_lacking:,} of {len(examples):,} {name} rows lack; the first is {first}",
                     "task.path",
                 )
+
+
+def note_missing_sources(task: Task, rewards: Sequence[RewardFunction]) -> str:
+    """Returns a note if training rows lack the column `data_source`, and a function in verl's
+    convention takes it by that name; '' if none does."""
+    for reward in rewards:
+        if not reward.per_completion:
+            continue
+        if "data_source" not in inspect.signature(reward.function).parameters:
+            continue
+        num_lacking = sum(not example.columns.get("data_source") for example in task.train)
+        if num_lacking:
+            return (
+                f"reward function {reward.name!r} gets data_source='' for {num_lacking:,} of "
+                f"{len(task.train):,} training rows, which have none; "
+                "task.columns=[data_source=COLUMN] takes another column"
+            )
+    return ""
 
 
 def with_overlong(

@@ -25,7 +25,7 @@ from shoal.tasks.graders.answer import (
     solution_of,
     well_formed,
 )
-from shoal.tasks.splits import read_splits, with_rows
+from shoal.tasks.splits import files_to_evaluate, read_splits, with_rows
 from shoal.tasks.task import Task
 
 TRAIN = Published(
@@ -48,14 +48,16 @@ def load(task: TaskSection) -> Task:
     """Loads the task; `task.path` is a file, a folder or a hub id with `problem` and `answer` or
     `solution`.
 
-    Without a path, TRAIN is trained on and all of EVALUATION is evaluated on, both from the hub.
+    Without a path, TRAIN is trained on and all of EVALUATION is evaluated on, both from the hub,
+    unless `task.eval_split` names files.
     Rows without a gold answer are dropped. Raises `ShoalError` for data that is missing or has no
     answers, and if math-verify is not installed. Training rows with a held-out problem are dropped
     too.
     """
     empty = blank(task)
     splits = read_splits(task, TRAIN, _make)
-    if not task.path:  # the evaluation set has no split to train on: all its rows are evaluated on
+    # The evaluation set has no split to train on: all its rows are evaluated on.
+    if not task.path and not files_to_evaluate(task):
         evaluation_task = replace(task, split=task.eval_split, subset="", files=())
         evaluation = read_splits(evaluation_task, EVALUATION, _make)
         splits.held_out = evaluation.train

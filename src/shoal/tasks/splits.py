@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.buckets import address, area_of, fetch, is_bucket
-from shoal.config.sections.task import TaskSection
+from shoal.config.sections.task import DATA_SUFFIXES, TaskSection
 from shoal.files import find_input, within
 from shoal.records import Example, ShoalError
 from shoal.tasks.data_files import read_file
@@ -252,13 +252,20 @@ def read_splits(
     for each row; its results are the rows of the splits.
 
     A single file is the training split, unless the file next to it is the other split
-    (`gsm8k_train.jsonl` next to `gsm8k_test.jsonl`). If `task.eval_split` is `task.split`, the
-    training rows are also held out. If there are no rows to evaluate on, some training rows are
-    held out: the last tenth, at most `task.num_eval_questions` (0: no limit), or with `spread`
-    every tenth row; inside `evaluating()` all of them. Raises `ShoalError` for data that is
-    missing, empty or unreadable.
+    (`gsm8k_train.jsonl` next to `gsm8k_test.jsonl`). The held-out rows come from the files that
+    `task.eval_split` names by their paths, or from the split of that name. If `task.eval_split` is
+    `task.split`, or names the training files, the training rows are also held out. If there are no
+    rows to evaluate on, some training rows are held out: the last tenth, at most
+    `task.num_eval_questions` (0: no limit), or with `spread` every tenth row; inside `evaluating()`
+    all of them. Raises `ShoalError` for data that is missing, empty or unreadable.
     """
-    train, held_out, notes = _find_files(task, published)
+    eval_files = files_to_evaluate(task)
+    if eval_files:
+        # No other split is looked for.
+        train, _, notes = _find_files(replace(task, eval_split=task.split), published)
+        held_out = eval_files
+    else:
+        train, held_out, notes = _find_files(task, published)
     renames = renames_of(task.columns)
     rows, counts = _read(train, renames, published, make)
     splits = Splits(
@@ -272,11 +279,31 @@ def read_splits(
     if held_out and held_out != train:
         splits.held_out, counts = _read(held_out, renames, published, make)
         splits.data.held_out_files.update(counts)
-    elif task.eval_split == task.split:
+    elif task.eval_split == task.split or eval_files:
         splits.share()
     else:
         splits.divide(train[0].name, task.num_eval_questions, spread)
     return splits
+
+
+def files_to_evaluate(task: TaskSection) -> list[Path]:
+    """Returns the files that `task.eval_split` names: the path of a file of data, or several paths
+    with commas between them. [] if it is the name of a split. Files in buckets are downloaded.
+    ShoalError if there is no such file."""
+    paths = [path.strip() for path in task.eval_split.split(",")]
+    if not any("/" in path or path.endswith(DATA_SUFFIXES) for path in paths):
+        return []
+    files = []
+    for path in paths:
+        file = find_input(path, "task.eval_split")
+        if not file.is_file():
+            raise ShoalError(
+                f"task.eval_split={path}: there is no such file; give the path of a file with rows "
+                "to evaluate on, or the name of a split",
+                "task.eval_split",
+            )
+        files.append(file)
+    return files
 
 
 def _find_files(
@@ -446,6 +473,6 @@ def _renamed(row: Mapping[str, Any], place: str, renames: Mapping[str, str]) -> 
         if wanted in row and wanted not in renames:
             raise ShoalError(
                 f"task.columns: {wanted}={theirs}: {place} has a column {wanted!r} too; rename "
-                f"that as well, OTHER={wanted}"
+                f"that as well, task.columns=[{wanted}={theirs},OTHER={wanted}]"
             )
     return {renames.get(column, column): value for column, value in row.items()}

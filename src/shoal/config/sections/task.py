@@ -174,7 +174,7 @@ class TaskSection:
     split: str = key("train", stages=("data", "rewards", "evaluation"), acts_if="data is read")
     """Split to train on."""
     eval_split: str = key("test", stages=("evaluation", "data"), acts_if="data is read")
-    """Split to evaluate on."""
+    """Split to evaluate on, or files by their paths, with commas between them: data/val.parquet."""
     num_eval_questions: int = key(500, stages=("evaluation", "data"))
     """Held-out questions in an evaluation; 0 for all."""
     num_steps: int = key(3, stages=("data", "rewards", "evaluation"))

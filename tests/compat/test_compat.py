@@ -25,7 +25,7 @@ from shoal.config.sections.model import LoraSection
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
 from shoal.job.task import find_functions
-from shoal.records import ShoalError
+from shoal.records import RewardFunction, ShoalError
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "hf_thisIsNoTokenOfAnyone"
@@ -638,7 +638,7 @@ def test_verls_arguments_of_a_reward_function_are_bound_in_its_file(tmp_path):
     ]
     config, _ = compose("train", words)
     [function] = find_functions(config.reward, config.reward.functions)
-    assert function("", "", "") == 3
+    assert not isinstance(function, RewardFunction) and function("", "", "") == 3
 
 
 @pytest.mark.parametrize("flags", [["algorithm.adv_estimator=gae"], ["lam=0.9"]])

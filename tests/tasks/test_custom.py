@@ -189,7 +189,10 @@ def test_columns_under_other_names(tmp_path: Path) -> None:
         (("prompt=qestion",), "data.jsonl, line 1 has no column 'qestion', did you mean question?"),
         (("prompt=question", "prompt=answer"), "'prompt' is named twice"),
         (("a=question", "b=question"), "'question' is named twice"),
-        (("answer=question",), "has a column 'answer' too; rename that as well, OTHER=answer"),
+        (
+            ("answer=question",),
+            "has a column 'answer' too; rename that as well, task.columns=[answer=",
+        ),
     ],
 )
 def test_columns_that_clash_or_are_missing(

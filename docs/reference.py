@@ -453,9 +453,9 @@ A page for each system, with its lines in Shoal's words and every flag: ^^.
 their own names, and so do `shoal eval` and `shoal convert` if the flag has a use there. They work
 on the command line (`name=value`, `--name=value`, `--name value`), in files, in sweeps and in
 Python. A flag with the value `None`, or none, keeps its default. The run reports each flag whose
-meaning differs; `--dry-run` lists what every flag becomes (a name that is Shoal's too, such as
-`checkpoint_period`, stands with the keys that differ from the defaults). MaxText's names are those
-of its `base.yml`, `grpo.yml` and `rl.yml` of August 2026, Tunix's those of 0.1.7:
+meaning differs; `--dry-run` lists what every flag becomes (a flag that has the name of a Shoal key,
+such as `checkpoint_period`, is listed among the keys that differ from the defaults). MaxText's
+names are those of its `base.yml`, `grpo.yml` and `rl.yml` of August 2026, Tunix's those of 0.1.7:
 
 ```bash
 shoal train --model_name_or_path Qwen/Qwen3-8B --dataset_name openai/gsm8k --num_generations 4 \
@@ -479,7 +479,7 @@ counterpart are errors, all in one message; override such a key on the command l
 one key, the last one counts, and a line says so; in a file this is an error, and so are `steps` and
 `num_batches` together anywhere.
 
-The lines of these systems' own documents that install them have no work here, so leave them out:
+The commands of these systems' documents that install them are not needed here; leave them out:
 
 &&
 

@@ -90,7 +90,7 @@ def test_a_group_of_one_is_judged_by_the_critic(workshop, capsys):
         assert "groups/nonzero_std" not in row
     printed = capsys.readouterr()
     assert "no group has had" not in printed.out + printed.err
-    assert "critic explains" in printed.out and "mixed groups" not in printed.out
+    assert "explained variance" in printed.out and "mixed groups" not in printed.out
     with closing(Viewer([str(run)])) as viewer:
         viewer.read_all()
         while not (found := viewer.answer("lint", {"run": run.name}))["done"]:

@@ -100,8 +100,8 @@ def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
     if adapter:
         trained = parameter_count(model.architecture) - base
         text += (
-            f"; LoRA of rank {adapter.rank} trains {trained:,} more, and wants 5 to 10 times the "
-            "learning rate of full training"
+            f"; LoRA of rank {adapter.rank} trains {trained:,} more, usually with 5 to 10 times "
+            "the learning rate of full training"
         )
         adapts_experts = not set(adapter.targets).isdisjoint(EXPERT_PRODUCTS)
         if model.architecture.experts and not adapts_experts:

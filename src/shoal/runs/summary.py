@@ -24,7 +24,7 @@ STEP_FIGURES: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "reward/mean": ("reward", number_text),
     "loss": ("loss", number_text),
     "groups/nonzero_std": ("mixed groups", "{:.0%}".format),
-    "critic/vf_explained_var": ("critic explains", "{:.0%}".format),
+    "critic/vf_explained_var": ("explained variance", "{:.0%}".format),
     "kl": ("kl", number_text),
     "completions/length_mean": ("length", "{:.1f}".format),
     "completions/truncated": ("truncated", "{:.0%}".format),

@@ -82,9 +82,9 @@ def did_you_mean(
     key: str, names: Iterable[str], shown: Mapping[str, str] | None = None, lists_all: bool = False
 ) -> str:
     """Returns the end of a message, `, did you mean X?`, if one of the names is near to `key`: at
-    least CLOSE, or with a last part that begins that of `key` or is begun by it (both of more than
-    3 letters). Else returns "", or with `lists_all` a list of all names; "" also if there are no
-    names. `shown`: name -> how the message writes it.
+    least CLOSE, without the sections that both begin with, or with a last part that begins that of
+    `key` or is begun by it (both of more than 3 letters). Else returns "", or with `lists_all` a
+    list of all names; "" also if there are no names. `shown`: name -> how the message writes it.
 
     >>> did_you_mean("optimizr.lr", ["optimizer.lr"]), did_you_mean("use_peft", ["task.subset"])
     (', did you mean optimizer.lr?', '')
@@ -100,13 +100,24 @@ def did_you_mean(
     name_part = name.rpartition(".")[2]
     is_long = min(len(key_part), len(name_part)) > 3
     is_part = is_long and (name_part.startswith(key_part) or key_part.startswith(name_part))
-    if is_part or max(likeness(key, name), likeness(key_part, name_part)) >= CLOSE:
+    # Long sections in common, as in `a.b.rate` and `a.b.name`, do not make names alike.
+    different = _without_common_sections(key, name)
+    if is_part or max(likeness(*different), likeness(key_part, name_part)) >= CLOSE:
         if shown:
             name = shown.get(name, name)
         return f", did you mean {name}?"
     if lists_all:
         return f"; there are: {', '.join(names)}"
     return ""
+
+
+def _without_common_sections(a: str, b: str) -> tuple[str, str]:
+    """Returns two dotted names without the sections that both begin with; at least the last part of
+    each is left."""
+    a_parts, b_parts = a.split("."), b.split(".")
+    while len(a_parts) > 1 and len(b_parts) > 1 and a_parts[0] == b_parts[0]:
+        del a_parts[0], b_parts[0]
+    return ".".join(a_parts), ".".join(b_parts)
 
 
 def count(number: int, one: str, many: str = "") -> str:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.checks.settings import algorithm_warnings, check_trainable
+from shoal.checks.settings import (
+    algorithm_warnings,
+    check_model,
+    check_trainable,
+    unread_reward_preset,
+)
 from shoal.config.choices import POLICY_LOSSES, PolicyLoss
 from shoal.config.merge import compose
+from shoal.config.sections.model import ModelSection
 from shoal.records import ShoalError
 
 
@@ -136,3 +142,27 @@ def test_an_own_loss_may_read_any_key(monkeypatch):
 def test_what_nothing_can_be_learnt_from(words, text):
     with pytest.raises(ShoalError, match=text):
         check_trainable(compose("train", words)[0])
+
+
+def test_a_reward_preset_of_another_task_is_said_to_do_nothing_unless_a_recipe_set_it():
+    def said(*words: str) -> list[str]:
+        return list(unread_reward_preset(compose("train", words)[0]))
+
+    told = "words: reward.preset=verl has no effect: it is for task=gsm8k"
+    assert said("task=words", "reward.preset=verl") == [told]
+    assert said("task=words", "recipe=trl", "reward.preset=verl") == [told]
+    assert said("task=words", "recipe=verl") == said("task=words") == []
+    assert said("task=gsm8k", "reward.preset=verl") == []
+
+
+def test_a_missing_model_is_answered_with_what_lies_beside_it_only_if_that_is_near(tmp_path):
+    run = tmp_path / "first-run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    for path, hint in (
+        ("nomodel", "Give a folder, a hub id (org/name), or `tiny`."),
+        ("frist-run", f"{tmp_path} holds first-run."),
+    ):
+        with pytest.raises(ShoalError) as caught:
+            check_model(ModelSection(path=str(tmp_path / path)))
+        assert str(caught.value).endswith(hint)

@@ -132,7 +132,7 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
             "mesh.data=2 mesh.tensor=8",
             ["mesh.tensor=8 does not divide the 4 of 8 devices", "use 1, 2 or 4"],
         ),
-        ("checkpoint.keep_last=0", ["checkpoint.keep_last=0", "1 or more"]),
+        ("checkpoint.keep_last=-1", ["checkpoint.keep_last=-1", "0 (all) or more"]),
         (
             "sampling.max_prompt_tokens=5",
             ["no prompt of held_out has at most 5 tokens", "max_prompt_tokens to 12, its"],

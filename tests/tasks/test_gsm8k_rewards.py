@@ -380,12 +380,6 @@ def test_a_row_without_gold_is_no_example(tmp_path: Path) -> None:
         task.of_row(3, {"question": "q", "answer": "five"})
 
 
-def test_a_preset_of_another_task_is_said_to_do_nothing() -> None:
-    task = load_task(TaskSection(name="words"), RewardSection(preset="verl"))
-    assert task.notes == ("words: reward.preset=verl has no effect: it is for task=gsm8k",)
-    assert load_task(TaskSection(name="words"), RewardSection()).notes == ()
-
-
 # ---- solutions of whatever form
 
 

@@ -91,6 +91,9 @@ def test_a_protected_version_outlives_newer_ones(tmp_path, monkeypatch):
     checkpoints.protected = None
     checkpoints._prune()
     assert deleted == [4, 3, 4]
+    checkpoints.keep_last = 0  # all
+    checkpoints._prune()
+    assert deleted == [4, 3, 4]
 
 
 @pytest.mark.slow

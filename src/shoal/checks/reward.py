@@ -526,7 +526,9 @@ def check_first_prompt(
         pool, [first.example], model_text_maker(tokenizer, prompt_ids_of), on_error="skip"
     )
     if tried.useless and config.reward.on_error == "error":
-        raise ShoalError(f"{tried.useless[0]}; it gave no right answer a score: fix it")
+        raise ShoalError(
+            f"{tried.useless[0]}. The function gave no right answer a score. Fix it before the run."
+        )
     findings = []
     if tried.failures:
         text = tried.failures[0]

@@ -35,7 +35,7 @@ from shoal.findings import Findings
 from shoal.records import ShoalError
 from shoal.runs.layout import find_named, is_run, named_folder, refuse_foreign
 from shoal.tasks.task import TASKS, load_by_name, no_reward
-from shoal.text import count, exact
+from shoal.text import CLOSE, count, exact, likeness
 
 HIGHEST_LR = 1e-2
 HIGHEST_USUAL_LR = 2e-5
@@ -191,7 +191,7 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
     local = find_input(section.path, key)
     tokenizer = find_input(section.tokenizer, "model.tokenizer")
     # Runs or checkpoints that lie in the folder in which the model should be.
-    neighbours = []
+    neighbours: list[str] = []
     if local.parent.is_dir():
         for path in local.parent.iterdir():
             if is_run(path) or path.name.isdigit():
@@ -199,10 +199,14 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
         neighbours.sort()
     is_packaged = section.path in ("", *PACKAGED)
     is_among_runs = bool(neighbours) or local.parent.name == Config.base_output_directory
-    is_hub_id = HUB_ID.fullmatch(section.path) and not is_among_runs
+    looks_like_hub_id = bool(HUB_ID.fullmatch(section.path))
+    is_hub_id = looks_like_hub_id and not is_among_runs
     if not (is_packaged or local.exists() or is_hub_id):
         shown = local if section.path.startswith("~") else section.path
         hint = "Give a folder, a hub id (org/name), or `tiny`."
+        # All of them say why `mine/run` is no hub id; elsewhere only a name that is near helps.
+        if not looks_like_hub_id:
+            neighbours = [name for name in neighbours if _is_near(local.name, name)]
         if neighbours:
             hint = f"{local.parent} holds {', '.join(neighbours[-5:])}."
         raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. {hint}")
@@ -218,6 +222,12 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
         a = architecture_of(local)
         if section.name and "/" not in section.name:
             check_name(section.name, a, local, "model.name")
+
+
+def _is_near(wanted: str, name: str) -> bool:
+    """True if a folder of this name may have been meant: both are numbers of checkpoints, or the
+    names are alike."""
+    return (wanted.isdigit() and name.isdigit()) or likeness(wanted, name) >= CLOSE
 
 
 def check_task(section: TaskSection) -> None:
@@ -388,6 +398,19 @@ def unread_algorithm_keys(config: Config) -> Iterator[tuple[str, str]]:
             "every ratio is 1 and nothing is clipped; set algorithm.num_minibatches or "
             "algorithm.num_epochs above 1",
         )
+
+
+def unread_reward_preset(config: Any) -> Iterator[str]:
+    """Yields a line if `reward.preset` is set and the task has no use for it; not if a recipe set
+    it. `config`: of a command that has tasks and rewards."""
+    preset = config.reward.preset
+    if preset == RewardSection.preset or config.task.name == "gsm8k":
+        return
+    is_of_recipe = False
+    if isinstance(config, Config):
+        is_of_recipe = packaged_values(config).get("reward.preset") == preset
+    if not is_of_recipe:
+        yield f"{config.task.name}: reward.preset={preset} has no effect: it is for task=gsm8k"
 
 
 def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:

@@ -86,6 +86,12 @@ def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
     return rows
 
 
+def counts_with(setting: str, *names: str) -> list[Flag]:
+    """Returns rows like those of `idle` for flags that count together with another flag alone,
+    which is refused. `setting`: the other flag's name."""
+    return idle(f"it counts with {setting} alone, which is refused", *names)
+
+
 def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Flag]:
     """Returns rows, one for each of the flags `names`, that matter and have no counterpart here, so
     that they are errors unless they are off (OFF). `meaning`: what the error says; `accepts`:
@@ -187,7 +193,8 @@ def value_of_option(name: str, text: str, options: Mapping[str, Chosen]) -> Chos
     """Returns what a text stands for in `options`; ShoalError, with all options, if it is not one
     of them. Upper and lower case differ. `name`: the flag's, for the error."""
     if text not in options:
-        raise ShoalError(f"{name}={text}: expected one of {', '.join(options)}")
+        one_of_several = "one of " if len(options) > 1 else ""
+        raise ShoalError(f"{name}={text}: expected {one_of_several}{', '.join(options)}")
     return options[text]
 
 

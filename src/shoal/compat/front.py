@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from shoal.compat import maxtext, torchrl, trl, verl
-from shoal.compat.rules import RULES
+from shoal.compat.rules import CHECKS, RULES
 from shoal.config.arguments import NO_VALUE, Layer, Setting
 from shoal.config.foreign import (
     INSTEAD,
@@ -278,7 +278,8 @@ def _apply_rules(
     draft: Draft, merged: Merged, effects: Sequence[Effect]
 ) -> tuple[Merged, list[str]]:
     """Calls the rules of these effects in their order, and puts the values that a rule returns into
-    the settings of its effect. A rule is not called if higher settings set all its keys. Returns
+    the settings of its effect. A rule is not called if higher settings set all its keys, unless it
+    is one of CHECKS, which set none. Returns
     (the layers merged with these values, the messages of rules that raised ShoalError). `merged`:
     the layers of `draft`, merged before any rule."""
     errors = []
@@ -291,9 +292,9 @@ def _apply_rules(
             position = positions[id(placed.setting)]
             if key not in merged.in_effect or merged.in_effect[key] < position:
                 free[key] = placed.setting.origin
-        if not free:
-            continue
         assert effect.rule is not None
+        if not free and effect.rule not in CHECKS:
+            continue
         try:
             values, effect.reason = effect.rule(effect.flags, merged.get)
             for placed in effect.settings:
@@ -487,7 +488,7 @@ class Draft:
         keys: dict[str, None] = {}
         for use in uses:
             keys.update(dict.fromkeys((*use.flag.keys, *use.flag.default_only)))
-        effect = self._add_effect_of_several(uses, bool(keys))
+        effect = self._add_effect_of_several(uses, bool(keys) or rule in CHECKS)
         effect.rule = rule
         effect.applies = not keys
         for key in keys:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from shoal.compat.flags import (
     MEMORY,
+    items_of,
     last_part,
     to_bool,
     to_float,
@@ -130,7 +132,8 @@ def sampler_tensor(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
     # -1 and 1 are defaults that scripts write out. Left open, a replica gets more devices if it
     # does not fit on one.
     if text in ("-1", "1"):
-        return {"mesh.sampler_tensor": "0"}, ""
+        sentence = "left open: a sampler has several devices only if it does not fit on one"
+        return {"mesh.sampler_tensor": "0"}, sentence
     size = to_int(name, text)
     if get("sampler.kind") == "vllm":
         sentence = f"each server over {count(size, 'device')}"
@@ -703,6 +706,64 @@ def verl_warmup(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     return {"optimizer.warmup_steps": str(steps * each)}, sentence
 
 
+VERL_CRITIC: dict[str, str] = {
+    "critic.ppo_epochs": "algorithm.num_epochs",
+    "critic.grad_clip": "optimizer.clip_grad_norm",
+    "critic.optim.clip_grad": "optimizer.clip_grad_norm",
+    "critic.optim.weight_decay": "optimizer.weight_decay",
+    "critic.optim.warmup_style": "optimizer.schedule",
+    "critic.optim.lr_scheduler_type": "optimizer.schedule",
+    "critic.model.lora_rank": "model.lora.rank",
+}
+"""Flag of verl's critic -> the key of the policy that counts for the critic here too."""
+
+
+def verl_critic(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Checks flags of verl's critic that change numbers: with the advantage `gae` they must ask for
+    what the policy has, because the critic here takes the policy's epochs, mini-batches and
+    optimizer. Sets nothing. ShoalError, which names all flags that differ."""
+    if get("algorithm.advantage") != "gae":
+        return {}, "algorithm.adv_estimator=gae alone has a critic"
+    faults = []
+    for name, text in given.items():
+        asked, of_policy = _of_critic(name, text, get)
+        if asked != of_policy:
+            shown = exact(of_policy) if isinstance(of_policy, float) else of_policy
+            faults.append(f"{name}={text} (the policy's is {shown})")
+    if faults:
+        raise ShoalError(
+            "the critic takes the policy's epochs, mini-batches and optimizer, all but the "
+            f"learning rate, so these cannot differ: {', '.join(faults)}; leave them out, or give "
+            "the policy the same"
+        )
+    return {}, "the critic takes the policy's value anyway"
+
+
+def _of_critic(name: str, text: str, get: GetValue) -> tuple[Any, Any]:
+    """Returns (what a flag of verl's critic asks for, what the policy has), to be compared; the two
+    are equal where the flag leaves it to another flag. ShoalError for a text that is no number
+    where one is expected."""
+    if name == "critic.optim.betas":
+        betas = [to_float(name, item) for item in items_of(text)]
+        return betas, [get("optimizer.beta1"), get("optimizer.beta2")]
+    if name == "critic.ppo_mini_batch_size":
+        prompts = get("batch.prompts_per_step")
+        # A step of fewer prompts is one update.
+        return min(to_int(name, text), prompts), prompts // get("algorithm.num_minibatches")
+    if name.startswith("critic.optim.lr_warmup_steps"):
+        if name.endswith("_ratio"):
+            steps = int(_share(name, text) * get("steps"))
+        else:
+            steps = to_int(name, text, -1)
+            if steps <= 0:  # lr_warmup_steps_ratio decides
+                return steps, steps
+        return steps, get("optimizer.warmup_steps") / _updates_of_a_step(get)
+    of_policy = get(VERL_CRITIC[name])
+    if isinstance(of_policy, str):
+        return text, of_policy
+    return to_float(name, text), of_policy
+
+
 def maxtext_warmup(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts MaxText's warm-up, a share of all updates, rounded down, to
     optimizer.warmup_steps."""
@@ -813,6 +874,9 @@ def verl_dual_clip(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
     return {"algorithm.clip_dual": text}, ""
 
 
+CHECKS: tuple[Rule, ...] = (verl_critic,)
+"""The rules that set no key: each checks its flags whatever sets the keys that it reads."""
+
 RULES: tuple[Rule, ...] = (
     maxtext_lengths,
     maxtext_devices,
@@ -840,6 +904,7 @@ RULES: tuple[Rule, ...] = (
     trl_counts,
     trl_schedule,
     verl_warmup,
+    verl_critic,
     maxtext_warmup,
     maxtext_schedule_length,
     trl_reward_model,

@@ -10,6 +10,7 @@ from shoal.compat.flags import (
     Flag,
     FlagTexts,
     KeyValues,
+    counts_with,
     derived,
     grouped,
     idle,
@@ -82,7 +83,6 @@ FLAGS: list[Flag] = [
         trainer__project_name="report.wandb.project",
         trainer__experiment_name="run_name",
         trainer__default_local_dir="base_output_directory",
-        trainer__max_actor_ckpt_to_keep="checkpoint.keep_last",
         data__seed="seed",
     ),
     *[
@@ -99,6 +99,13 @@ FLAGS: list[Flag] = [
             ("tau_neg", "algorithm.sapo_negative"),
         )
     ],
+    reads(
+        _T + "max_actor_ckpt_to_keep",
+        "checkpoint.keep_last",
+        flags.optional("checkpoint.keep_last"),
+        "null, its default there: all",
+        keeps_nothing=True,
+    ),
     *same("sampling.max_prompt_tokens", "data.max_prompt_length", _R + "prompt_length"),
     *same("sampling.max_completion_tokens", "data.max_response_length", _R + "response_length"),
     *same("optimizer.clip_grad_norm", _A + "grad_clip", _A + "optim.clip_grad"),
@@ -490,7 +497,7 @@ FLAGS: list[Flag] = [
         names="algorithm.gigpo.step_advantage_w",
     ),
     *refused("states are equal or not", "algorithm.gigpo.enable_similarity"),
-    *idle("it counts with a setting that is refused", "algorithm.gigpo.similarity_thresh"),
+    *counts_with("algorithm.gigpo.enable_similarity", "algorithm.gigpo.similarity_thresh"),
     *refused("groups are never weighed by a preference", "algorithm.use_pf_ppo"),
     *refused(
         "model.lora.targets names the products that have an adapter", _MODEL + "exclude_modules"
@@ -658,38 +665,42 @@ FLAGS: list[Flag] = [
             _R,
             """
         enforce_eager free_cache_engine enable_chunked_prefill max_num_batched_tokens
-        max_num_seqs max_model_len load_format dtype layered_summon mode name""",
+        max_num_seqs max_model_len load_format dtype layered_summon mode""",
         ),
+    ),
+    *idle("the sampler is the model itself; servers of vLLM are sampler.kind=vllm", _R + "name"),
+    *counts_with(
+        "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon algorithm.kl_ctrl.target_kl"
+    ),
+    *counts_with("algorithm.use_pf_ppo", "algorithm.pf_ppo.*"),
+    *counts_with("policy_loss.loss_mode=dro", _A + "policy_loss.dro_beta"),
+    *counts_with(
+        "policy_loss.loss_mode=clip_cov",
+        *_under(_A + "policy_loss.", "clip_cov_ratio clip_cov_lb clip_cov_ub"),
+    ),
+    *counts_with(
+        "policy_loss.loss_mode=kl_cov", *_under(_A + "policy_loss.", "kl_cov_ratio ppo_kl_coef")
+    ),
+    *counts_with("a router_replay.mode that is not R3", _A + "router_replay.*"),
+    *counts_with(_MODEL + "mtp.enable", _MODEL + "mtp.*", _R + "mtp"),
+    *counts_with(_R + "multi_turn.enable", _R + "multi_turn.*", "data.tool_config_path"),
+    *counts_with("a rollout.quantization that is not fp8", _R + "quantization_config_file"),
+    *counts_with(_R + "skip_rollout", _R + "skip_dump_dir"),
+    *counts_with("data.custom_cls.path", "data.custom_cls.*"),
+    *counts_with("data.sampler.class_path", "data.sampler.*"),
+    *counts_with("data.datagen.path", "data.datagen.*"),
+    *counts_with(_A + "qat.enable", _A + "qat.*", _R + "qat"),
+    *counts_with(_R + "disaggregation.enabled", _R + "disaggregation.*"),
+    *counts_with(_MODEL + "lora.rank", _MODEL + "lora.*"),
+    *counts_with("distillation.enabled", "distillation.*"),
+    *counts_with("skip.rollout.enable", "skip.*"),
+    *counts_with("sandbox_fusion.url", "sandbox_fusion.*"),
+    *idle(
+        "a round of dynamic sampling is one batch",
+        "algorithm.filter_groups.max_inflight_gen_batches",
     ),
     *idle(
         "it counts with a setting that is refused",
-        *_under(
-            "algorithm.",
-            """
-        kl_ctrl.horizon kl_ctrl.target_kl
-        pf_ppo.*""",
-        ),
-        *_under(
-            _A,
-            """
-        policy_loss.dro_beta policy_loss.clip_cov_ratio policy_loss.clip_cov_lb
-        policy_loss.clip_cov_ub policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef router_replay.*""",
-        ),
-        *_under(
-            _MODEL,
-            """
-        mtp.*""",
-        ),
-        *_under(
-            _R,
-            """
-        multi_turn.* mtp quantization_config_file skip_dump_dir""",
-        ),
-        *_under(
-            "data.",
-            """
-        tool_config_path custom_cls.* sampler.* datagen.*""",
-        ),
         "reward_model.*",
         "reward.*",
         "reward_manager.*",
@@ -703,7 +714,21 @@ FLAGS: list[Flag] = [
         "async_training.use_trainer_do_validate",
     ),
     *idle("actor_rollout_ref.rollout.n is the size of a group", "rollout.n"),
-    *idle("it counts with a setting that is refused", "async_training.dynamic_schedule_*"),
+    *counts_with(
+        "async_training.use_dynamic_resource_scheduling", "async_training.dynamic_schedule_*"
+    ),
+    *derived(
+        rules.verl_critic,
+        "",
+        "with gae an error unless it is the policy's, which the critic takes",
+        *_under(
+            "critic.",
+            """
+        ppo_epochs ppo_mini_batch_size grad_clip optim.clip_grad optim.weight_decay optim.betas
+        optim.lr_warmup_steps optim.lr_warmup_steps_ratio optim.warmup_style
+        optim.lr_scheduler_type model.lora_rank""",
+        ),
+    ),
     *idle(
         "algorithm.adv_estimator=gae alone has a critic, whose epochs, mini-batches and optimizer "
         "but for the learning rate are the policy's",
@@ -711,7 +736,7 @@ FLAGS: list[Flag] = [
             "critic.",
             """
         strategy rollout_n ppo_* forward_* use_dynamic_bsz shuffle data_loader_seed
-        loss_agg_mode loss_scale_factor grad_clip ulysses_sequence_parallel_size nccl_timeout
+        loss_agg_mode loss_scale_factor ulysses_sequence_parallel_size nccl_timeout
         optim.* model.* checkpoint.* profiler.* fsdp.* engine.* megatron.*""",
         ),
     ),
@@ -784,17 +809,6 @@ FLAGS: list[Flag] = [
     *idle(
         "algorithm.rollout_correction.bypass_mode says whose log-probs the ratio is to",
         _A + "use_rollout_log_probs",
-    ),
-    *idle(
-        "it counts with a setting that is refused",
-        _A + "qat.*",
-        _R + "qat",
-        _R + "disaggregation.*",
-        _MODEL + "lora.*",
-        "distillation.*",
-        "skip.*",
-        "sandbox_fusion.*",
-        "algorithm.filter_groups.max_inflight_gen_batches",
     ),
     *idle("every draw has its key from seed", _R + "seed", _R + "full_determinism"),
     *idle("devices of the sampler alone are mesh.sampler", _R + "nnodes", _R + "n_gpus_per_node"),

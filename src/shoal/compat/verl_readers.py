@@ -150,6 +150,7 @@ _ESTIMATORS = {
     "grpo_vectorized": "grpo",
     "rloo_vectorized": "rloo",
     "gigpo": "",  # which one is gigpo.mode's
+    "gae": "gae",
 }
 _GIGPO_MODES = {"mean_norm": "dr_grpo", "mean_std_norm": "grpo"}
 

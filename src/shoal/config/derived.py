@@ -285,9 +285,8 @@ THEIR_SIZES = {
     "mini-batches of {each:,}",
     "trl": "TRL counts a generation_batch_size of {completions:,}, and max_steps={updates:,} of "
     "{each:,} completions",
-    "verl": "verl counts a train_batch_size of {prompts:,} prompts and a ppo_mini_batch_size of "
-    "{part:,}, {updates:,} "
-    "updates",
+    "verl": "in verl's words: train_batch_size={prompts}, ppo_mini_batch_size={part}, "
+    "{all_updates} in all",
 }
 """Recipe -> a sentence with a run's sizes in the terms of the recipe's system."""
 
@@ -304,6 +303,7 @@ def their_sizes(config: Config) -> str:
         completions=completions,
         all=config.steps * completions,
         updates=num_updates(config),
+        all_updates=count(num_updates(config), "update"),
         part=prompts // num_minibatches,
         each=completions // num_minibatches,
         length=longest_sequence(config),

@@ -39,6 +39,7 @@ from shoal.checks.settings import (
     check_lr_for_size,
     check_run_folder,
     check_settings,
+    unread_reward_preset,
 )
 from shoal.config.commands import (
     DoctorConfig,
@@ -295,7 +296,7 @@ class Job(StagedJob):
             task = with_environment(with_system_prompt(task, c.task.system), c)
         if self.trains:
             task = for_training(task, c)
-        for note in task.notes:
+        for note in (*task.notes, *unread_reward_preset(c)):
             self.console.note(note)
         return task
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.config.keywords import ROWS
@@ -107,8 +107,8 @@ class Task:
 
 def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
     """Loads the task that `task.name` names, with its built-in rewards and all its questions.
-    Raises ShoalError for an unknown name, and for missing or unusable data. Adds a note if
-    `reward.preset` is set and the task has no use for it."""
+    Raises ShoalError for an unknown name, and for missing or unusable data. A task that has no use
+    for `reward.preset` does not read it."""
     if task.name not in TASKS:
         raise ShoalError(
             f"task.name={task.name!r}: there is no such task; did you mean "
@@ -117,11 +117,7 @@ def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
     load = importlib.import_module(TASKS[task.name]).load
     if "reward" in inspect.signature(load).parameters:
         return load(task, reward)
-    loaded = load(task)
-    if reward.preset == RewardSection.preset:
-        return loaded
-    note = f"{task.name}: reward.preset={reward.preset} has no effect: it is for task=gsm8k"
-    return replace(loaded, notes=(*loaded.notes, note))
+    return load(task)
 
 
 def no_reward(task: TaskSection) -> ShoalError:

@@ -198,10 +198,10 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def _prune(self) -> None:
-        """Deletes all checkpoints but the newest `keep_last`, the `keep_best` with the highest
-        scores, and the protected one. Of equal scores the newer is better."""
+        """Deletes all checkpoints but the newest `keep_last` (0: all), the `keep_best` with the
+        highest scores, and the protected one. Of equal scores the newer is better."""
         saved = self.versions()
-        keep = set(saved[-self.keep_last :])
+        keep = set(saved[-self.keep_last :])  # with 0 this is the whole list
         if self.keep_best:
             scored = [version for version in saved if version in self._scores]
             # Of equal scores the newer is kept: with few questions ties are common, and the newer

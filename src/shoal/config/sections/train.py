@@ -84,7 +84,7 @@ class CheckpointSection:
     every: int = key(10, stages=())
     """Steps between checkpoints; 0 for the last step only, which is always saved."""
     keep_last: int = key(2, stages=())
-    """Newest checkpoints to keep."""
+    """Newest checkpoints to keep; 0 for all."""
     keep_best: int = key(0, stages=("evaluation",), on_resume="free")
     """Best evaluated checkpoints to keep in addition (train.evaluate_every); every evaluated
     version is then saved."""
@@ -94,9 +94,9 @@ class CheckpointSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range. The first fault found is raised. keep_last is 1 or more; the others are 0 or more."""
+        range. The first fault found is raised. All of them are 0 or more."""
         at_least(self, "checkpoint.", 0, "every", note="only the last step")
-        at_least(self, "checkpoint.", 1, "keep_last")
+        at_least(self, "checkpoint.", 0, "keep_last", note="all")
         at_least(self, "checkpoint.", 0, "keep_best", note="off")
         at_least(self, "checkpoint.", 0, "most_unsaved", note="each save waits for the bucket")
 

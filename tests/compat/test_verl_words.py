@@ -1,0 +1,119 @@
+"""What a run answers to flags of verl that it cannot follow, or follows by another word."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shoal.config.merge import compose
+from shoal.records import ShoalError
+
+GAE = ["recipe=verl", "algorithm.adv_estimator=gae"]
+
+
+def refusal(*words: str) -> str:
+    with pytest.raises(ShoalError) as caught:
+        compose("train", words)
+    return str(caught.value)
+
+
+def test_a_critic_that_would_learn_otherwise_than_the_policy_is_refused_in_one_sentence():
+    words = [
+        "critic.ppo_epochs=4",
+        "critic.grad_clip=0.1",
+        "critic.ppo_mini_batch_size=2",
+        "critic.optim.weight_decay=0.5",
+        "critic.optim.lr_warmup_steps=3",
+    ]
+    said = refusal(*GAE, *words)
+    assert said.count("the critic takes the policy's epochs") == 1
+    for word, of_policy in zip(words, ("1", "1", "256", "0.01", "0"), strict=True):
+        assert f"{word} (the policy's is {of_policy})" in said
+    # Keys of the critic on the same line do not switch the check off.
+    assert "critic.ppo_epochs=4" in refusal(*GAE, words[0], "critic.lam=0.9", "critic.lr=1e-4")
+    # Nothing has a critic without gae.
+    _, resolved = compose("train", ["recipe=verl", *words])
+    assert any("critic.ppo_epochs=4, critic.grad_clip=0.1" in line for line in resolved.became)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "critic.ppo_epochs=1",
+            "critic.grad_clip=1",
+            "critic.ppo_mini_batch_size=256",
+            "critic.optim.weight_decay=1e-2",
+            "critic.optim.lr_warmup_steps=-1",
+            "critic.optim.lr_warmup_steps_ratio=0.0",
+            "critic.optim.betas=[0.9,0.999]",
+            "critic.optim.lr_scheduler_type=constant",
+            "critic.model.lora_rank=0",
+        ],
+        [
+            "actor_rollout_ref.actor.ppo_epochs=2",
+            "critic.ppo_epochs=2",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
+            "critic.optim.lr_warmup_steps=3",
+            "data.train_batch_size=8",
+            "critic.ppo_mini_batch_size=64",
+        ],
+    ],
+)
+def test_a_critic_that_learns_as_the_policy_does_is_accepted(words):
+    config, resolved = compose("train", [*GAE, *words])
+    assert config.algorithm.advantage == "gae"
+    assert any("the critic takes the policy's value" in line for line in resolved.became)
+
+
+def test_an_unknown_estimator_is_answered_with_all_that_work():
+    names = refusal("algorithm.adv_estimator=remax").partition("one of ")[2].split(", ")
+    assert "gae" in names
+    for name in names:
+        compose("train", ["recipe=verl", f"algorithm.adv_estimator={name}"])
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        (["recipe=verl"], 0),
+        (["trainer.max_actor_ckpt_to_keep=null"], 0),
+        (["recipe=verl", "trainer.max_actor_ckpt_to_keep=3"], 3),
+        (["trainer.total_training_steps=3"], 2),
+    ],
+)
+def test_verl_keeps_all_checkpoints_unless_it_is_told(words, kept):
+    assert compose("train", words)[0].checkpoint.keep_last == kept
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("actor_rollout_ref.rollout.name=sglang", "the sampler is the model itself"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=1", "=0: left open"),
+        ("algorithm.gigpo.similarity_thresh=0.9", "counts with algorithm.gigpo.enable_similarity"),
+    ],
+)
+def test_a_line_about_a_flag_says_what_is_so_here(word, said):
+    _, resolved = compose("train", ["recipe=verl", word])
+    assert any(line.startswith(word) and said in line for line in resolved.became)
+
+
+def test_one_choice_is_not_one_of_several():
+    assert refusal("data.truncation=left") == "data.truncation=left: expected error"
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("actor_rollout_ref.actor.nonexisting", ""),
+        ("actor_rollout_ref.rollout.nonexisting", ""),
+        ("actor_rollout_ref.actor.ppo_epoch", "actor_rollout_ref.actor.ppo_epochs"),
+        ("actor_rollout_ref.actr.ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"),
+    ],
+)
+def test_a_key_is_suggested_only_if_its_own_part_of_the_name_is_alike(name, meant):
+    said = refusal("recipe=verl", f"{name}=1")
+    suggested = re.search(r"did you mean ([\w.]+)", said)
+    assert (suggested[1] if suggested else "") == meant

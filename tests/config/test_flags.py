@@ -395,7 +395,7 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
             ["actor_rollout_ref.actor.ppo_mini_batch_size=5"],
             "expected a divisor of batch.prompts_per_step=32",
         ),
-        (["data.truncation=left"], "data.truncation=left: expected one of error"),
+        (["data.truncation=left"], "data.truncation=left: expected error"),
         (["algorithm.adv_estimator=remax"], "expected one of grpo, rloo"),
         (["critic.enable=true"], "expected algorithm.adv_estimator=gae with it"),
         (["trainer.critic_warmup=3"], "expected 0, or algorithm.adv_estimator=gae"),

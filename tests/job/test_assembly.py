@@ -751,7 +751,7 @@ def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
             (
                 "'raises' tried on known answers raised KeyError: 'no such thing'",
                 ", right answer written as <reason",
-                "'). The function gave no right answer a score. Fix it before the run.",
+                ". The function gave no right answer a score. Fix it before the run.",
             ),
         ),
         ("nan", ("'nan' tried on known answers returned nan", "or None to abstain")),

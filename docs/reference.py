@@ -513,7 +513,7 @@ which numbers differ.
 
 <!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
 
-Your line, the same flags here, and the same job in Shoal's own keys:
+$$Your line, the same flags here, and the same job in Shoal's own keys:
 
 ```text
 ??
@@ -525,6 +525,19 @@ Your line, the same flags here, and the same job in Shoal's own keys:
 
 %%Every flag and what it becomes ([Migrating](migrating.md) says where they work):
 """
+
+
+_UNCHANGED = """\
+Your script runs unchanged, in your own folder, with the paths that it names, once Shoal has written
+the modules that it starts ([Lines](lines.md)). @@ itself must not be installed for this Python:
+
+```bash
+shoal compat doors
+PYTHONPATH="$PWD/doors" ??
+```
+
+"""
+"""The head of a page whose line starts a module, `python3 -m NAME`."""
 
 
 class SameJob(NamedTuple):
@@ -620,7 +633,17 @@ def flags_page(system: str) -> str:
         f"| {' | '.join(row)} |" for row in (("setting", "there", "here"), ("---",) * 3, *rows)
     )
     differ = f"What differs, though it is accepted:\n\n{table}\n\n" if rows else ""
-    texts = {"@@": system, "??": job.theirs, "!!": f"{job.flags}\n{job.keys}", "%%": differ}
+    unchanged = ""
+    if job.theirs.startswith("python3 -m "):
+        command, module, name, *_ = job.theirs.split()
+        unchanged = _UNCHANGED.replace("??", f"{command} {module} {name} ...")
+    texts = {
+        "$$": unchanged,
+        "@@": system,
+        "??": job.theirs,
+        "!!": f"{job.flags}\n{job.keys}",
+        "%%": differ,
+    }
     head = _FLAGS_HEAD
     for mark, text in texts.items():
         head = head.replace(mark, text)
@@ -683,6 +706,11 @@ stands for `trl`. Configuration files that the line names are read from disk whe
 them the packaged presets of the same names stand in. In a checkout of their repository nothing is
 overwritten: write the scripts elsewhere and type the path to one, `python3 ../doors/grpo.py
 env.dataset=ifeval`; `config/grpo_gsm8k.yaml` is then read from the checkout.
+
+A line that starts a module, `python3 -m verl.trainer.main_ppo ...`, also runs in your own folder,
+so that its relative paths stay: set `PYTHONPATH` to the folder of the scripts,
+`PYTHONPATH="$PWD/doors"`. The other system itself must not be installed for this Python, or its own
+module starts.
 
 A test makes a dry run of every line, with small models in place of those that it names, and
 compares the step below; some lines of each system it runs to their end. Lines marked with a bucket

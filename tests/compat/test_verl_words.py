@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
+from shoal.cli import main
 from shoal.config.merge import compose
 from shoal.records import ShoalError
 
@@ -117,3 +121,25 @@ def test_a_key_is_suggested_only_if_its_own_part_of_the_name_is_alike(name, mean
     said = refusal("recipe=verl", f"{name}=1")
     suggested = re.search(r"did you mean ([\w.]+)", said)
     assert (suggested[1] if suggested else "") == meant
+
+
+@pytest.mark.slow
+def test_a_module_of_verl_starts_from_ones_own_folder_with_its_relative_paths(tmp_path):
+    """As docs/lines.md says, with PYTHONPATH."""
+    assert main(["compat", str(tmp_path / "doors")]) == 0
+    rows = tmp_path / "mine" / "train.jsonl"
+    rows.parent.mkdir()
+    lines = [f'{{"prompt": "{number} + 1 = ?", "answer": "{number + 1}"}}' for number in range(20)]
+    rows.write_text("\n".join(lines))
+    words = ["task=custom", "task.path=train.jsonl", "model=tiny", "algorithm.adv_estimator=grpo"]
+    sizes = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *words, *sizes, "--dry-run"],
+        cwd=rows.parent,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "doors"), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "task.path=train.jsonl" in ended.stdout

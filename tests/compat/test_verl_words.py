@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -129,7 +130,11 @@ def test_a_module_of_verl_starts_from_ones_own_folder_with_its_relative_paths(tm
     assert main(["compat", str(tmp_path / "doors")]) == 0
     rows = tmp_path / "mine" / "train.jsonl"
     rows.parent.mkdir()
-    lines = [f'{{"prompt": "{number} + 1 = ?", "answer": "{number + 1}"}}' for number in range(20)]
+    lines = []
+    for number in range(20):
+        truth = {"ground_truth": str(number + 1)}
+        row = {"data_source": "openai/gsm8k", "prompt": f"{number} + 1 = ?", "reward_model": truth}
+        lines.append(json.dumps(row))
     rows.write_text("\n".join(lines))
     words = ["task=custom", "task.path=train.jsonl", "model=tiny", "algorithm.adv_estimator=grpo"]
     sizes = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]

@@ -870,6 +870,8 @@ def test_rows_to_evaluate_on_may_be_files_of_their_own(tmp_path: Path) -> None:
     for missing in (f"{other}/none.jsonl", "none.jsonl", f"{one},{other}/none.jsonl"):
         with pytest.raises(ShoalError, match=r"none\.jsonl: there is no such file; give the path"):
             load(path, eval_split=missing)
+    with pytest.raises(ShoalError, match=r"^task\.path=.*no_rows"):  # the training file first
+        load(tmp_path / "no_rows" / "train.jsonl", eval_split=f"{other}/none.jsonl")
 
 
 def test_a_row_without_verls_data_source_is_told_once(tmp_path: Path) -> None:

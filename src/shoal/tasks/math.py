@@ -25,7 +25,7 @@ from shoal.tasks.graders.answer import (
     solution_of,
     well_formed,
 )
-from shoal.tasks.splits import files_to_evaluate, read_splits, with_rows
+from shoal.tasks.splits import paths_to_evaluate, read_splits, with_rows
 from shoal.tasks.task import Task
 
 TRAIN = Published(
@@ -57,7 +57,7 @@ def load(task: TaskSection) -> Task:
     empty = blank(task)
     splits = read_splits(task, TRAIN, _make)
     # The evaluation set has no split to train on: all its rows are evaluated on.
-    if not task.path and not files_to_evaluate(task):
+    if not task.path and not paths_to_evaluate(task):
         evaluation_task = replace(task, split=task.eval_split, subset="", files=())
         evaluation = read_splits(evaluation_task, EVALUATION, _make)
         splits.held_out = evaluation.train

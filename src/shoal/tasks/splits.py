@@ -259,11 +259,11 @@ def read_splits(
     `task.num_eval_questions` (0: no limit), or with `spread` every tenth row; inside `evaluating()`
     all of them. Raises `ShoalError` for data that is missing, empty or unreadable.
     """
-    eval_files = files_to_evaluate(task)
-    if eval_files:
+    eval_paths = paths_to_evaluate(task)
+    if eval_paths:
         # No other split is looked for.
         train, _, notes = _find_files(replace(task, eval_split=task.split), published)
-        held_out = eval_files
+        held_out = _eval_files(eval_paths)
     else:
         train, held_out, notes = _find_files(task, published)
     renames = renames_of(task.columns)
@@ -279,20 +279,26 @@ def read_splits(
     if held_out and held_out != train:
         splits.held_out, counts = _read(held_out, renames, published, make)
         splits.data.held_out_files.update(counts)
-    elif task.eval_split == task.split or eval_files:
+    elif task.eval_split == task.split or eval_paths:
         splits.share()
     else:
         splits.divide(train[0].name, task.num_eval_questions, spread)
     return splits
 
 
-def files_to_evaluate(task: TaskSection) -> list[Path]:
-    """Returns the files that `task.eval_split` names: the path of a file of data, or several paths
-    with commas between them. [] if it is the name of a split. Files in buckets are downloaded.
-    ShoalError if there is no such file."""
+def paths_to_evaluate(task: TaskSection) -> list[str]:
+    """Returns the paths of files that `task.eval_split` names: the path of a file of data, or
+    several with commas between them. [] if it is the name of a split. Whether there are such files
+    is not checked."""
     paths = [path.strip() for path in task.eval_split.split(",")]
-    if not any("/" in path or path.endswith(DATA_SUFFIXES) for path in paths):
-        return []
+    if any("/" in path or path.endswith(DATA_SUFFIXES) for path in paths):
+        return paths
+    return []
+
+
+def _eval_files(paths: Sequence[str]) -> list[Path]:
+    """Returns the files at the paths in `task.eval_split`. Files in buckets are downloaded.
+    ShoalError if there is no such file."""
     files = []
     for path in paths:
         file = find_input(path, "task.eval_split")

@@ -626,6 +626,8 @@ def test_verls_arguments_of_a_reward_function_are_bound_in_its_file(tmp_path):
             ShoalError, match=rf"{name}\.x=3 is not supported: .*functools\.partial"
         ):
             compose("train", [f"{name}.x=3"])
+        with pytest.raises(ShoalError, match=rf"{name}\.x=0 is not supported"):
+            compose("train", ["recipe=verl", f"{name}.x=0"])  # no pattern, `reward.*`, takes it
     (tmp_path / "score.py").write_text(
         "import functools\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, x=0):\n"

@@ -660,6 +660,10 @@ def test_two_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "12/7",
     ]
     assert task.notes == ()
+    own = write(tmp_path / "mine.jsonl", [row(20)])
+    task = load_task(TaskSection(name="math", eval_split=str(own)))
+    assert len(task.train) == 4
+    assert [one.columns["answer"] for one in task.evaluations["held_out"]] == ["\\frac{20}{7}"]
 
 
 @pytest.mark.slow

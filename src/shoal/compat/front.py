@@ -99,6 +99,7 @@ def find_row(
     order = sorted(SYSTEMS, key=lambda system: system != likely)  # `likely` first: False is least
     rows = [_EXACT[system][name] for system in order if name in _EXACT[system]]
     if patterns and likely:
+        rows += _rows_above([likely], name)  # a parent's own name says more than a pattern
         rows += [flag for flag in _PATTERNS[likely] if flag.matches(name)]
     rows += _rows_above(order, name)
     is_ours = name in names_of(config_type)

@@ -888,3 +888,14 @@ def test_a_row_without_verls_data_source_is_told_once(tmp_path: Path) -> None:
     task = load_task(replace(section, columns=("data_source=source",)), reward)
     assert note_missing_sources(task, task.rewards) == ""
     assert task.train[0].columns["data_source"] == "a"
+
+
+def test_generated_rows_are_not_all_made_to_look_for_a_data_source(tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text(VERL)
+    task = load_task(TaskSection(), RewardSection((f"{tmp_path}/score.py:compute_score",)))
+
+    def never(row: int) -> Example:
+        raise AssertionError(f"row {row} was made")
+
+    task = replace(task, train=LazyRows(never, 10**9))
+    assert task.rewards[0].per_completion and note_missing_sources(task, task.rewards) == ""

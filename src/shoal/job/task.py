@@ -274,7 +274,10 @@ def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
 
 def note_missing_sources(task: Task, rewards: Sequence[RewardFunction]) -> str:
     """Returns a note if training rows lack the column `data_source`, and a function in verl's
-    convention takes it by that name; '' if none does."""
+    convention takes it by that name; '' if none does. Rows that a packaged task generates are not
+    read for it."""
+    if not task.data.train_files:
+        return ""
     for reward in rewards:
         if not reward.per_completion:
             continue

@@ -124,6 +124,18 @@ def test_a_key_is_suggested_only_if_its_own_part_of_the_name_is_alike(name, mean
     assert (suggested[1] if suggested else "") == meant
 
 
+def test_references_on_the_command_line_have_the_values_of_other_flags():
+    folder = "trainer.default_local_dir=ck/${trainer.project_name}/${trainer.experiment_name}"
+    names = ["trainer.project_name=mine", "trainer.experiment_name=${trainer.project_name}-1"]
+    config, _ = compose("train", [folder, *names])
+    assert (config.base_output_directory, config.run_name) == ("ck/mine/mine-1", "mine-1")
+    assert "${trainer.project_name} refers to nothing that is set" in refusal(folder, names[1])
+    itself = "trainer.experiment_name=${trainer.experiment_name}-1"
+    assert "refers to itself" in refusal(itself)
+    # What changes nothing here need not be resolved.
+    compose("train", ["trainer.rollout_data_dir=${nothing}/dump", "trainer.save_freq=5"])
+
+
 @pytest.mark.slow
 def test_a_module_of_verl_starts_from_ones_own_folder_with_its_relative_paths(tmp_path):
     """As docs/lines.md says, with PYTHONPATH."""

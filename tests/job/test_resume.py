@@ -955,6 +955,20 @@ def test_another_configuration_under_the_same_name_is_refused(workshop, stopped,
     assert "resume=" in error
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.path=/nowhere/model"], "there is no model folder /nowhere/model"),
+        (["task=custom", "task.path=/nowhere/rows.jsonl"], "/nowhere/rows.jsonl"),
+    ],
+)
+def test_what_is_not_there_is_named_before_the_settings_of_a_run_of_that_name(
+    workshop, stopped, capsys, words, said
+):
+    error = failed(capsys, workshop.words(stopped.name, *WORDS, *words))
+    assert said in error and "was started with" not in error
+
+
 def test_the_type_of_the_samplers_weights_is_a_number_of_the_run(workshop, stopped, capsys):
     error = failed(capsys, workshop.words(stopped.name, *WORDS, "sampler.quantise=int8"))
     assert "was started with sampler.quantise=none; given now: sampler.quantise=int8" in error

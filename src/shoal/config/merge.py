@@ -163,7 +163,40 @@ def users_layers(
         elif is_packaged(file):
             label = f"preset {file.stem}"
         layers += file_layers(config_type, file, label)
-    return [*layers, Layer(arguments.settings)], file
+    return [*layers, Layer(_without_references(config_type, arguments.settings, layers))], file
+
+
+def _without_references(
+    config_type: type, settings: Sequence[Setting], lower: Sequence[Layer]
+) -> list[Setting]:
+    """Returns the settings of a command line with `${name}` replaced, as Hydra does it, in the
+    values of other systems' flags that set a key: by the value of that name on the line, else in
+    the layers `lower`. Values of Shoal's own keys stay as they are typed. ShoalError for a name
+    that none of them sets, and for one that refers to itself."""
+    values: dict[str, Any] = {}
+    for layer in lower:
+        values.update((setting.name, setting.value) for setting in layer.settings)
+    values.update((setting.name, setting.value) for setting in settings)
+
+    def resolved(name: str, above: tuple[str, ...] = ()) -> Any:
+        """Returns the value of a name without references; `above`: the names that led here."""
+        value = values[name]
+        if not is_interpolated(value):
+            return value
+        if name in above:
+            raise ShoalError(f"{name}={text_of(value)} refers to itself")
+        return interpolate(name, value, lambda other: resolved(other, (*above, name)))
+
+    names = names_of(config_type)
+    replaced = []
+    for setting in settings:
+        value = setting.value
+        if is_interpolated(value) and setting.name not in names:
+            flag = front_end().find_flag(config_type, setting.name, value, list(values))
+            if flag and flag.keys:
+                value = resolved(setting.name)
+        replaced.append(replace(setting, value=value))
+    return replaced
 
 
 def named_layers(config_type: type, key: str, name: str, where: str = "") -> list[Layer]:

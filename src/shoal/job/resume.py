@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import RUNS, address
+from shoal.checks.settings import check_model, check_task
 from shoal.config.arguments import COMMAND_LINE, PYTHON, Arguments, Setting, read_arguments
 from shoal.config.key import keys_of, open_keys, shown, values_of
-from shoal.config.keywords import python_leaves
+from shoal.config.keywords import ROWS, python_leaves
 from shoal.config.merge import Resolved, from_overrides, given_values, load
 from shoal.config.names import key_of
 from shoal.config.stored import resolved
@@ -25,6 +26,7 @@ from shoal.runs.compare import SettingDifference, setting_differences
 from shoal.runs.layout import CONFIG, find_named, find_run, is_run
 from shoal.runs.reader import StoredRun, read_decisions, read_requested, read_summary
 from shoal.runs.writer import RunWriter
+from shoal.tasks.task import load_by_name
 from shoal.text import count
 
 if TYPE_CHECKING:
@@ -160,6 +162,7 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
             setting for setting in changed if not _only_moves_devices(stored, config, setting.key)
         ]
         if refused:
+            _check_inputs(config, [setting.key for setting in refused])
             before = ", ".join(f"{setting.key}={shown(setting.values[0])}" for setting in refused)
             now = ", ".join(f"{setting.key}={shown(setting.values[1])}" for setting in refused)
             raise ShoalError(
@@ -188,6 +191,17 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
             resume="",
         )
     return ResumePlan(config, run)
+
+
+def _check_inputs(config: Config, changed: Sequence[str]) -> None:
+    """Raises ShoalError if the model or the task that a command names beside the name of an
+    existing run is not there or cannot be read: this is what the user mends first, under any name.
+    `changed`: the keys whose values are not the run's."""
+    if "model.path" in changed:
+        check_model(config.model)
+    if any(key.startswith("task.") for key in changed) and config.task.name != ROWS:
+        check_task(config.task)
+        load_by_name(config.task, config.reward)
 
 
 def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:

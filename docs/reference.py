@@ -358,6 +358,12 @@ DIFFERENCES: dict[str, Difference] = {
         "without the dual clip, which is `actor/pg_clipfrac_lower`",
         "`clip/fraction` includes the dual clip",
     ),
+    "verl critic mean": Difference(
+        "verl",
+        "the critic's loss with another `loss_agg_mode` than `token-mean`",
+        "aggregated by `loss_agg_mode`",
+        "the mean over tokens",
+    ),
     "verl metric aggregation": Difference(
         "verl",
         "the metrics `actor/entropy`, `actor/kl_loss`",

@@ -30,10 +30,13 @@ def test_a_critic_that_would_learn_otherwise_than_the_policy_is_refused_in_one_s
         "critic.ppo_mini_batch_size=2",
         "critic.optim.weight_decay=0.5",
         "critic.optim.lr_warmup_steps=3",
+        "critic.optim.min_lr_ratio=0.1",
+        "critic.loss_agg_mode=seq-mean-token-sum",
     ]
+    of_policies = ("1", "1", "256", "0.01", "0", "0", "token-mean")
     said = refusal(*GAE, *words)
     assert said.count("the critic takes the policy's epochs") == 1
-    for word, of_policy in zip(words, ("1", "1", "256", "0.01", "0"), strict=True):
+    for word, of_policy in zip(words, of_policies, strict=True):
         assert f"{word} (the policy's is {of_policy})" in said
     # Keys of the critic on the same line do not switch the check off.
     assert "critic.ppo_epochs=4" in refusal(*GAE, words[0], "critic.lam=0.9", "critic.lr=1e-4")
@@ -54,6 +57,10 @@ def test_a_critic_that_would_learn_otherwise_than_the_policy_is_refused_in_one_s
             "critic.optim.lr_warmup_steps_ratio=0.0",
             "critic.optim.betas=[0.9,0.999]",
             "critic.optim.lr_scheduler_type=constant",
+            "critic.optim.min_lr_ratio=0.0",
+            "critic.optim.num_cycles=0.5",
+            "critic.optim.optimizer=AdamW",
+            "critic.loss_agg_mode=token-mean",
             "critic.model.lora_rank=0",
         ],
         [

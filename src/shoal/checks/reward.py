@@ -533,7 +533,7 @@ def check_first_prompt(
     if tried.failures:
         text = tried.failures[0]
         if tried.stopped:
-            text += "; no more answers were tried"
+            text += ". No more answers were tried"
         findings.append(Finding("reward", "warning", text, _KEY))
     if tried.stopped:
         return findings

@@ -717,6 +717,14 @@ VERL_CRITIC: dict[str, str] = {
 }
 """Flag of verl's critic -> the key of the policy that counts for the critic here too."""
 
+VERL_CRITIC_FIXED: dict[str, str | float] = {
+    "critic.optim.min_lr_ratio": 0.0,
+    "critic.optim.num_cycles": 0.5,
+    "critic.optim.optimizer": "AdamW",
+    "critic.optim.override_optimizer_config": "null",
+}
+"""Flag of verl's critic -> what the policy and the critic have here in any case."""
+
 
 def verl_critic(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Checks flags of verl's critic that change numbers: with the advantage `gae` they must ask for
@@ -758,9 +766,16 @@ def _of_critic(name: str, text: str, get: GetValue) -> tuple[Any, Any]:
             if steps <= 0:  # lr_warmup_steps_ratio decides
                 return steps, steps
         return steps, get("optimizer.warmup_steps") / _updates_of_a_step(get)
-    of_policy = get(VERL_CRITIC[name])
+    if name == "critic.loss_agg_mode" and text == get("algorithm.aggregation"):
+        return text, text  # files of verl give the critic the policy's
+    if name == "critic.loss_agg_mode":
+        return text, "token-mean"
+    if name in VERL_CRITIC_FIXED:
+        of_policy = VERL_CRITIC_FIXED[name]
+    else:
+        of_policy = get(VERL_CRITIC[name])
     if isinstance(of_policy, str):
-        return text, of_policy
+        return text.lower(), of_policy.lower()
     return to_float(name, text), of_policy
 
 

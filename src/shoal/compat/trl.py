@@ -14,6 +14,7 @@ from shoal.compat.flags import (
     FlagTexts,
     KeyValues,
     Yielding,
+    counts_with,
     derived,
     grouped,
     idle,
@@ -536,10 +537,14 @@ FLAGS: list[Flag] = [
         "reward_shaping_enable_repetition",
         "reward_shaping_enable_eos",
     ),
-    *idle(
-        "it counts with a setting that is refused",
+    *counts_with("reward_shaping_enable_length", "reward_shaping_length_coef"),
+    *counts_with(
+        "reward_shaping_enable_repetition",
+        "reward_shaping_repetition_coef reward_shaping_repetition_ngram",
+    ),
+    *counts_with(
+        "reward_shaping_enable_eos",
         """
-          reward_shaping_length_coef reward_shaping_repetition_coef reward_shaping_repetition_ngram
           reward_shaping_eos_bonus reward_shaping_eos_missing_penalty
           reward_shaping_eos_out_of_range_penalty reward_shaping_eos_min_len
           reward_shaping_eos_max_len
@@ -1035,15 +1040,14 @@ FLAGS: list[Flag] = [
           save_only_model save_on_each_node ignore_data_skip restore_callback_states_from_checkpoint
           """,
     ),
-    *idle(
-        "it counts with a setting that is refused",
-        """
-          vllm_group_port vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg
-          ref_model_mixup_alpha ref_model_sync_steps entropy_coef_min entropy_coef_max
-          entropy_coef_delta entropy_target bnb_4bit_quant_type bnb_4bit_quant_storage
-          use_bnb_nested_quant
-          """,
+    *idle("the port of TRL's own transfer of weights", "vllm_group_port"),
+    *counts_with("loss_type=vespo", "vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg"),
+    *counts_with("sync_ref_model", "ref_model_mixup_alpha ref_model_sync_steps"),
+    *counts_with(
+        "use_adaptive_entropy",
+        "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
     ),
+    *counts_with("load_in_4bit", "bnb_4bit_quant_type bnb_4bit_quant_storage use_bnb_nested_quant"),
     *idle(
         "the tokenizer and the chat template are the model's: model.tokenizer, model.template",
         "dataset_kwargs eos_token pad_token truncation_mode",

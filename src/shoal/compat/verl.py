@@ -699,12 +699,9 @@ FLAGS: list[Flag] = [
         "a round of dynamic sampling is one batch",
         "algorithm.filter_groups.max_inflight_gen_batches",
     ),
-    *idle(
-        "it counts with a setting that is refused",
-        "reward_model.*",
-        "reward.*",
-        "reward_manager.*",
-    ),
+    *counts_with("reward_model.enable", "reward_model.*"),
+    *counts_with("reward.reward_model.enable", "reward.*"),
+    *counts_with("reward_manager.module.path", "reward_manager.*"),
     *idle(
         "a sampler has sampling.slots_per_device completions at once",
         "async_training.concurrent_samples_per_replica",
@@ -726,7 +723,8 @@ FLAGS: list[Flag] = [
             """
         ppo_epochs ppo_mini_batch_size grad_clip optim.clip_grad optim.weight_decay optim.betas
         optim.lr_warmup_steps optim.lr_warmup_steps_ratio optim.warmup_style
-        optim.lr_scheduler_type model.lora_rank""",
+        optim.lr_scheduler_type optim.min_lr_ratio optim.num_cycles optim.optimizer
+        optim.override_optimizer_config loss_agg_mode model.lora_rank""",
         ),
     ),
     *idle(
@@ -736,7 +734,7 @@ FLAGS: list[Flag] = [
             "critic.",
             """
         strategy rollout_n ppo_* forward_* use_dynamic_bsz shuffle data_loader_seed
-        loss_agg_mode loss_scale_factor ulysses_sequence_parallel_size nccl_timeout
+        loss_scale_factor ulysses_sequence_parallel_size nccl_timeout
         optim.* model.* checkpoint.* profiler.* fsdp.* engine.* megatron.*""",
         ),
     ),

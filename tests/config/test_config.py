@@ -1064,9 +1064,9 @@ def test_sections_are_frozen():
 
 
 def read_names() -> set[str]:
-    """Every attribute that the package outside config/ reads (`x.split`, not the call `x.split()`),
-    or gets by name, and the settings of policy losses and advantages, which each function takes by
-    name."""
+    """Every attribute that the package outside config/, or config/derived.py for it, reads
+    (`x.split`, not the call `x.split()`) or gets by name, and the settings of policy losses and
+    advantages, which each function takes by name."""
     names = {
         key
         for parts in (POLICY_LOSSES, ADVANTAGES)
@@ -1074,7 +1074,8 @@ def read_names() -> set[str]:
         for key in part.reads
     }
     for path in PACKAGE.rglob("*.py"):
-        if "config" in path.relative_to(PACKAGE).parts:
+        of_config = "config" in path.relative_to(PACKAGE).parts
+        if of_config and path.name != "derived.py":
             continue
         text = path.read_text(encoding="utf-8")
         nodes = list(ast.walk(ast.parse(text)))

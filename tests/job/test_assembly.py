@@ -334,9 +334,9 @@ def test_a_row_a_completion_in_order(workshop, sampled):
         assert 1 <= len(row["token_ids"]) == len(row["logprobs"]) <= 12
         for value in row["logprobs"]:
             assert -20 < value < 0
-        ended = row["completion_ids"][-1] in tokenizer.eos_ids
+        ended = row["token_ids"][-1] in tokenizer.eos_ids
         assert row["stop_reason"] == ("eos" if ended else "length")
-        assert ended or len(row["completion_ids"]) == 12
+        assert ended or len(row["token_ids"]) == 12
 
 
 def test_a_seed_repeats_itself_and_another_differs(workshop, sampled):
@@ -345,12 +345,12 @@ def test_a_seed_repeats_itself_and_another_differs(workshop, sampled):
     assert [row["prompt_ids"] for row in other] == [row["prompt_ids"] for row in sampled]
     differ = []
     for a, b in zip(other, sampled, strict=True):
-        differ.append(a["completion_ids"] != b["completion_ids"])
+        differ.append(a["token_ids"] != b["completion_ids"])
     assert all(differ)
 
 
 def test_siblings_and_equal_prompts_differ(sampled):
-    drawn = [tuple(row["completion_ids"]) for row in sampled]
+    drawn = [tuple(row["token_ids"]) for row in sampled]
     assert len(set(drawn)) == len(drawn)
     assert sampled[0]["prompt_ids"] == sampled[6]["prompt_ids"]
 
@@ -376,23 +376,23 @@ def test_temperature_0_is_greedy_for_every_seed(workshop, sampled):
     for i in range(0, len(rows), 2):
         assert rows[i] == rows[i + 1]
     assert rows[0] | {"index": 3} == rows[6]
-    assert [row["completion_ids"] for row in rows] != [row["completion_ids"] for row in sampled]
+    assert [row["token_ids"] for row in rows] != [row["completion_ids"] for row in sampled]
 
 
 @pytest.mark.slow
 def test_truncation(workshop):
     greedy = []
     for row in generate(workshop, "temperature=0"):
-        greedy.append(row["completion_ids"])
+        greedy.append(row["token_ids"])
     for one in ("top_k=1", "top_p=1e-6", "min_p=0.999"):
         rows = generate(workshop, one)
-        assert [row["completion_ids"] for row in rows] == greedy
+        assert [row["token_ids"] for row in rows] == greedy
         # the only token left
         for row in rows:
             for value in row["logprobs"]:
                 assert abs(value) < 1e-6
     few = generate(workshop, "top_k=2")
-    assert [row["completion_ids"] for row in few] != greedy
+    assert [row["token_ids"] for row in few] != greedy
     assert min(value for row in few for value in row["logprobs"]) > -12
     # the mean of two shares
     assert np.mean([value for row in few for value in row["logprobs"]]) > math.log(1 / 2)
@@ -408,8 +408,8 @@ def test_stop_strings(workshop, sampled):
     rows = generate(workshop, "seed=5", f'stop=["{stop}",never]')
     assert len(rows) == len(sampled)
     for cut, whole in zip(rows, sampled, strict=True):
-        count = len(cut["completion_ids"])
-        assert cut["completion_ids"] == whole["completion_ids"][:count]
+        count = len(cut["token_ids"])
+        assert cut["token_ids"] == whole["completion_ids"][:count]
         assert (cut["stop_reason"] == "stop") == (stop in whole["completion"])
         assert (
             cut["stop_reason"] != "stop"

@@ -482,7 +482,8 @@ def test_an_adapter_has_a_name_of_its_own_at_each_load(has_generate: bool, tmp_p
 def test_completions_under_way_keep_their_adapter_and_it_is_unloaded_after_them(tmp_path: Path):
     long, settings = SamplingParams(max_tokens=20), SETTINGS._replace(eos_ids=[], longest=24)
     with (
-        closing(ScriptedServer(seconds=0.01, takes_adapters=True)) as server,
+        # A second for a completion: none of the first eight ends before the new weights come.
+        closing(ScriptedServer(seconds=0.05, takes_adapters=True)) as server,
         fleet(tmp_path, server.url, settings=settings, base=tmp_path) as source,
     ):
         ask(source, 0, 0, exact=False, params=long)

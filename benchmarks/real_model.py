@@ -107,12 +107,12 @@ def agreement(folder: Path) -> None:
         prompt = torch.tensor([row["prompt_ids"]])
         mask = torch.ones_like(prompt)
         answer = model.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=48)
-        num_equal += answer[0, prompt.shape[1] :].tolist() == row["completion_ids"]
+        num_equal += answer[0, prompt.shape[1] :].tolist() == row["token_ids"]
     print(f"greedy answers equal to those of transformers: {num_equal} of {len(greedy)}")
     largest = 0.0
     for row in sampled:
         size = len(row["prompt_ids"])
-        tokens = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        tokens = torch.tensor([row["prompt_ids"] + row["token_ids"]])
         with torch.no_grad():
             logprobs = model(tokens).logits[0, size - 1 : -1].log_softmax(-1)
         of_tokens = logprobs.gather(1, tokens[0, size:, None])[:, 0]

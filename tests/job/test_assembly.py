@@ -345,7 +345,7 @@ def test_a_seed_repeats_itself_and_another_differs(workshop, sampled):
     assert [row["prompt_ids"] for row in other] == [row["prompt_ids"] for row in sampled]
     differ = []
     for a, b in zip(other, sampled, strict=True):
-        differ.append(a["token_ids"] != b["completion_ids"])
+        differ.append(a["token_ids"] != b["token_ids"])
     assert all(differ)
 
 
@@ -376,7 +376,7 @@ def test_temperature_0_is_greedy_for_every_seed(workshop, sampled):
     for i in range(0, len(rows), 2):
         assert rows[i] == rows[i + 1]
     assert rows[0] | {"index": 3} == rows[6]
-    assert [row["token_ids"] for row in rows] != [row["completion_ids"] for row in sampled]
+    assert [row["token_ids"] for row in rows] != [row["token_ids"] for row in sampled]
 
 
 @pytest.mark.slow
@@ -409,7 +409,7 @@ def test_stop_strings(workshop, sampled):
     assert len(rows) == len(sampled)
     for cut, whole in zip(rows, sampled, strict=True):
         count = len(cut["token_ids"])
-        assert cut["token_ids"] == whole["completion_ids"][:count]
+        assert cut["token_ids"] == whole["token_ids"][:count]
         assert (cut["stop_reason"] == "stop") == (stop in whole["completion"])
         assert (
             cut["stop_reason"] != "stop"

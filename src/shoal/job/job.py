@@ -642,6 +642,26 @@ class Job(StagedJob):
         each like `model_source`, without its weights; {} if it names none."""
         return find_teachers(self.requested, self.model_source, self.console)
 
+    @stage("critic", "critic.path", needs=("model_source",), commands=TRAIN_OR_DOCTOR)
+    def critic_source(self) -> ModelSource | None:
+        """Finds the model that the critic begins with and returns it like `model_source`, without
+        its weights; None if `critic.path` is not set."""
+        if not self.requested.critic.path:
+            return None
+        return find_critic(self.requested, self.model_source, self.console)
+
+    # ---- prompts
+
+    @stage("tokenizer", "model.path", needs=("model_source",), commands=WITH_MODEL)
+    def tokenizer(self) -> Tokenizer:
+        """Returns the model's tokenizer. In training its notes and those of the model are added to
+        the findings."""
+        tokenizer = self.model_source.tokenizer
+        if self.trains:
+            notes = list(self.model_source.notes) + list(tokenizer.notes)
+            check_tokenizer(tokenizer, notes, self.findings)
+        return tokenizer
+
     @stage(
         "teacher",
         "teacher.address",
@@ -662,26 +682,6 @@ class Job(StagedJob):
                 world=world,
             )
         return servers
-
-    @stage("critic", "critic.path", needs=("model_source",), commands=TRAIN_OR_DOCTOR)
-    def critic_source(self) -> ModelSource | None:
-        """Finds the model that the critic begins with and returns it like `model_source`, without
-        its weights; None if `critic.path` is not set."""
-        if not self.requested.critic.path:
-            return None
-        return find_critic(self.requested, self.model_source, self.console)
-
-    # ---- prompts
-
-    @stage("tokenizer", "model.path", needs=("model_source",), commands=WITH_MODEL)
-    def tokenizer(self) -> Tokenizer:
-        """Returns the model's tokenizer. In training its notes and those of the model are added to
-        the findings."""
-        tokenizer = self.model_source.tokenizer
-        if self.trains:
-            notes = list(self.model_source.notes) + list(tokenizer.notes)
-            check_tokenizer(tokenizer, notes, self.findings)
-        return tokenizer
 
     @stage("template", "model.template", needs=("sessions", "tokenizer"), commands=WITH_TASK)
     def turn_formats(self) -> TurnFormats | None:

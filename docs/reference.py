@@ -613,7 +613,7 @@ _PLACES = (
     (
         "a system's defaults, with your own model and data",
         "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, `recipe=trl`, `recipe=verl`, "
-        "`recipe=scalerl`; `recipe=verl` sets those of verl's file with "
+        "`recipe=scalerl`, `recipe=prime-rl`; `recipe=verl` sets those of verl's file with "
         "`algorithm.adv_estimator=grpo`, but neither `actor_rollout_ref.rollout.n` nor "
         "`trainer.total_epochs`; the script `verl.trainer.main_ppo` has verl's own "
         "where nothing is said: `gae` with a critic, one completion of each prompt, 30 epochs",

@@ -286,7 +286,7 @@ def _in_their_names(resolved: Any) -> Iterator[None]:
     try:
         yield
     except ShoalError as error:
-        raise ShoalError(naming(resolved)(str(error))) from error
+        raise ShoalError(naming(resolved)(str(error)), error.key) from error
 
 
 def _console(resolved: Any, console: Any = None) -> Any:

@@ -149,6 +149,12 @@ def describe_error(error: BaseException) -> str:
     return f"{name}: {text}" if text else name
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an exception's message, or the name of its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 FAILED_CALL = '{"error":'
 """The beginning of the answer to a tool call that could not be read, or whose tool failed (TRL's
 form)."""

@@ -235,3 +235,10 @@ def test_a_lora_config_of_peft_is_read():
         "target_modules": ["v_proj"],
         "task_type": "CAUSAL_LM",
     }
+
+
+def test_an_error_keeps_its_key_under_an_arguments_name():
+    _, resolved = resolved_of(max_steps=3)
+    with pytest.raises(shoal.ShoalError) as caught, shoal._in_their_names(resolved):
+        raise shoal.ShoalError("steps=3 is too few", "steps")
+    assert "max_steps" in str(caught.value) and caught.value.key == "steps"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shoal.config.derived import longest_sequence
+from shoal.config.derived import longest_prompt, longest_sequence
 from shoal.config.train import Config
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def group_rows(config: Config, row_shards: int) -> list[int]:
     context = config.mesh.context
     # of one update, rounded up
     prompts = -(-batch.prompts_per_step // config.algorithm.num_minibatches)
-    prompt = sampling.max_prompt_tokens + config.teacher.room
-    group_tokens = prompt + batch.group_size * sampling.max_completion_tokens
+    group_tokens = longest_prompt(config) + batch.group_size * sampling.max_completion_tokens
     groups_of_a_device = max(1, prompts * context // row_shards)
     rows = []
     for number in _divisors(groups_of_a_device):
@@ -56,8 +55,7 @@ def completion_rows(config: Config) -> list[int]:
     sampling = config.sampling
     rows = []
     for number in _divisors(config.batch.group_size):
-        prompt = sampling.max_prompt_tokens + config.teacher.room
-        tokens = prompt + number * sampling.max_completion_tokens
+        tokens = longest_prompt(config) + number * sampling.max_completion_tokens
         rows.append(_row_on_a_device(tokens, config.mesh.context))
     return rows
 
@@ -89,8 +87,7 @@ def packed_tokens(config: Config, shapes: Sequence[Shape], prompts: int) -> int:
     # number of a completion -> its tokens
     completions = dict.fromkeys(range(config.batch.group_size), sampling.max_completion_tokens)
     # number of a group -> (tokens of its prompt, its completions)
-    prompt = sampling.max_prompt_tokens + config.teacher.room
-    groups = dict.fromkeys(range(prompts), (prompt, completions))
+    groups = dict.fromkeys(range(prompts), (longest_prompt(config), completions))
     return sum(shape.tokens for shape, _ in split_into_micro_batches(groups, shapes))
 
 

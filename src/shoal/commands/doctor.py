@@ -30,7 +30,7 @@ from shoal.config.commands import DoctorConfig
 from shoal.config.derived import evaluation_completions, price_per_hour
 from shoal.findings import Finding, Findings
 from shoal.job.job import Job
-from shoal.job.memory import job_budget, judge_memory
+from shoal.job.memory import job_budget, judge_memory, teachers_of
 from shoal.job.out_of_memory import explain_out_of_memory
 from shoal.job.step_trial import (
     StepTrial,
@@ -271,11 +271,7 @@ def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
             parameters=parameters,
             prompts=first_prompts,
             own_advantage=job.own_advantage,
-            teachers=all_teachers(
-                job.config,
-                job.model.architecture,
-                {name: source.architecture for name, source in job.teacher_sources.items()},
-            ),
+            teachers=all_teachers(job.config, job.model.architecture, teachers_of(job)),
             critic=job.critic,
             critic_parameters=job.load_critic(parameters),
         )

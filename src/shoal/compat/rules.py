@@ -186,6 +186,16 @@ def _trainer_devices(get: GetValue) -> int | None:
     return math.prod(get(f"mesh.{axis}") for axis in (*AXES, "dcn_data", "dcn_fsdp"))
 
 
+def _prompts_of_step(get: GetValue) -> int | None:
+    """Returns how many prompts a step has on all devices; None if batch.prompts_per_device is set
+    and the keys leave the number of devices open."""
+    each = get("batch.prompts_per_device")  # 0: not set
+    if not each:
+        return get("batch.prompts_per_step")
+    devices = _trainer_devices(get)
+    return each * devices if devices else None
+
+
 def _sampler_devices(get: GetValue) -> int | None:
     """Returns the number of the sampler's devices, which are the trainer's unless it has its own;
     None if the keys leave it open."""
@@ -488,16 +498,12 @@ def trl_episodes(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     if text.lower() in NOTHING:
         return {}, "num_train_epochs says how long the run is"
     episodes = to_int(name, text)
-    prompts = get("batch.prompts_per_step")
-    each = get("batch.prompts_per_device")  # 0: not set
-    if each:
-        devices = _trainer_devices(get)  # None: open
-        if devices is None:
-            raise ShoalError(
-                f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set "
-                "mesh.fsdp, or give steps in its place"
-            )
-        prompts = each * devices
+    prompts = _prompts_of_step(get)
+    if prompts is None:
+        raise ShoalError(
+            f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set "
+            "mesh.fsdp, or give steps in its place"
+        )
     completions = prompts * get("batch.group_size")
     return {"steps": str(math.ceil(episodes / completions))}, f"{completions} completions a step"
 
@@ -598,9 +604,8 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     name, text = last_of(given)
     epochs = to_float(name, text)
     path = Path(get("task.path")).expanduser()
-    prompts = get("batch.prompts_per_step")
     each = get("batch.prompts_per_device")  # 0: not set
-    devices = _trainer_devices(get)  # None: open
+    prompts = _prompts_of_step(get)  # None: open
     rounds_up = get("algorithm.name") == "sft"
     if not (get("task.path") and path.exists()):
         a_step = "prompts of a step" if each else str(prompts)
@@ -620,19 +625,17 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
 
     noun = "epoch" if epochs == 1 else "epochs"
     sentence = f"{exact(epochs)} {noun} of {rows:,} training rows in {path.name}"
-    if each and not devices:
+    if prompts is None:
         raise ShoalError(
             f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set "
             f"mesh.fsdp to it, or give steps in its place, {steps_of(each)} on 1 device, "
             f"{steps_of(each * 4)} on 4, {steps_of(each * 8)} on 8 ({sentence}, "
             f"{count(each, 'prompt')} a device)"
         )
-    if each:
-        prompts = each * (devices or 1)  # `devices` is a number here
     steps = steps_of(prompts)
     sentence += f", {count(prompts, 'prompt')} a step"
-    if each and devices != 1:
-        sentence += f" ({each} a device x {devices})"
+    if each and prompts != each:
+        sentence += f" ({each} a device x {prompts // each})"
     wanted = round(epochs * rows)
     trained = steps * prompts
     if trained < wanted:
@@ -766,10 +769,10 @@ def _of_critic(name: str, text: str, get: GetValue) -> tuple[Any, Any]:
             if steps <= 0:  # lr_warmup_steps_ratio decides
                 return steps, steps
         return steps, get("optimizer.warmup_steps") / _updates_of_a_step(get)
-    if name == "critic.loss_agg_mode" and text == get("algorithm.aggregation"):
-        return text, text  # files of verl give the critic the policy's
     if name == "critic.loss_agg_mode":
-        return text, "token-mean"
+        # The critic's mean is over tokens. Files of verl give it the policy's aggregation.
+        is_of_policy = text == get("algorithm.aggregation")
+        return text, text if is_of_policy else "token-mean"
     if name in VERL_CRITIC_FIXED:
         of_policy = VERL_CRITIC_FIXED[name]
     else:

@@ -20,7 +20,7 @@ from shoal.compat.flags import (
     value_of_option,
 )
 from shoal.config.choices import REJECTIONS
-from shoal.config.sections.task import DATA_SUFFIXES
+from shoal.config.sections.task import names_file
 from shoal.records import ShoalError
 
 clip = flags.read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
@@ -389,8 +389,7 @@ def read_val_files(name: str, text: str) -> KeyValues:
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
     paths = []
     for file in files:
-        is_clearly_file = "/" in file or file.endswith(DATA_SUFFIXES)
-        paths.append(file if is_clearly_file else f"./{file}")  # else it would name a split
+        paths.append(file if names_file(file) else f"./{file}")  # else it would name a split
     return {"task.eval_split": ",".join(paths)}
 
 

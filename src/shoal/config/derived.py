@@ -195,13 +195,16 @@ def price_text(config: Config, num_devices: int) -> str:
     return f"{number_text(config.price)} a device and hour, {all_devices} an hour for {devices}"
 
 
-def longest_sequence(config: Config) -> int:
-    """Returns the most tokens that a prompt and its completion have together, a teacher's prompt
-    with a hint included. `config`: also that of a command that does not train, and has no
-    teacher."""
-    sampling = config.sampling
+def longest_prompt(config: Config) -> int:
+    """Returns the most tokens of a prompt, a teacher's with a hint included. `config`: also that of
+    a command that does not train, and has no teacher."""
     room = config.teacher.room if isinstance(config, Config) else 0
-    return sampling.max_prompt_tokens + room + sampling.max_completion_tokens
+    return config.sampling.max_prompt_tokens + room
+
+
+def longest_sequence(config: Config) -> int:
+    """Returns the most tokens that a prompt (`longest_prompt`) and its completion have together."""
+    return longest_prompt(config) + config.sampling.max_completion_tokens
 
 
 def needs_first_weights(config: Config) -> bool:

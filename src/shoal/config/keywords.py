@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shoal.config.arguments import COMMA_LISTS, PYTHON, Arguments, Setting, make_setting, split_list
-from shoal.config.key import leaves_of
+from shoal.config.key import get_value, keys_of, leaves_of
 from shoal.config.names import key_of, names_of
 from shoal.records import ShoalError
 from shoal.text import shorten
@@ -132,6 +132,24 @@ FROM_PYTHON = "python:"
 
 ROWS = "rows"
 """The name, in a stored configuration, of the task of rows that were given from Python."""
+
+
+def names_object(value: Any) -> bool:
+    """True if the value of a key, or one of its values, names an object that was given from
+    Python."""
+    values = value if isinstance(value, tuple) else (value,)
+    return any(str(one).startswith(FROM_PYTHON) for one in values)
+
+
+def came_from_python(config: Any) -> bool:
+    """True if the rows of a stored configuration, or a function, tool or environment that it names,
+    were given from Python, so that a shell alone cannot start such a run."""
+    if config.task.name == ROWS:
+        return True
+    for name, key in keys_of(type(config)).items():
+        if key.names_code and names_object(get_value(config, name)):
+            return True
+    return False
 
 
 class GivenObjects:

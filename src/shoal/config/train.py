@@ -60,7 +60,7 @@ class Config:
     configuration is loaded, with your keys over it."""
     recipe: str = key("", stages=(), on_resume="warn")
     """All defaults of another system, loaded under your own keys: trl, verl, maxtext, tunix,
-    torchrl, scalerl."""
+    torchrl, scalerl, prime-rl."""
     price: float = key(0.0, stages=())
     """Price of a device for an hour, in any currency: the run and the plan then say what they cost;
     0 for not known."""

@@ -54,7 +54,7 @@ def job_budget(job: Job) -> Budget:
     model = job.model
     roles = job.roles
     a = model.architecture
-    weights = weight_budget(config, a, roles, model.dtype, _teachers_of(job))
+    weights = weight_budget(config, a, roles, model.dtype, teachers_of(job))
     caches = cache_items(engine_states(config, model, roles, a))
     shape = micro_batch_shapes(config, roles.trainer.row_shards)[0]
     activations, stored = update_memory(job, shape.tokens // roles.trainer.row_shards)
@@ -85,7 +85,7 @@ def job_budget(job: Job) -> Budget:
     )
 
 
-def _teachers_of(job: Job) -> dict[str, Architecture]:
+def teachers_of(job: Job) -> dict[str, Architecture]:
     """Returns the architectures of the job's teachers that have weights of their own, by name, also
     if their stage is not open."""
     sources = job.opened.get("teacher_sources")
@@ -105,7 +105,7 @@ def update_memory(job: Job, tokens: int) -> tuple[int, list[Item]]:
     if remat == "none":  # has no estimate of its own; it stores at least what `dots` stores
         remat = "dots"
     needed = update_bytes(a, role, model.dtype, tokens)
-    teachers = all_teachers(job.config, a, _teachers_of(job))
+    teachers = all_teachers(job.config, a, teachers_of(job))
     needed += teacher_update_bytes(job.config.teacher, teachers, role, model.dtype, tokens)
     needed += score_bytes(model, tokens)
     kept = activation_bytes(a, tokens / role.tensor, model.dtype, remat, role.expert)

@@ -35,7 +35,7 @@ from shoal.report.console import Console
 from shoal.rewards.loading import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
-from shoal.runs.diagnosis import Figure, diagnose
+from shoal.runs.diagnosis import Figure, diagnose, figures_with_critic
 from shoal.runs.groups import read_file
 from shoal.runs.layout import MODEL_FOLDER
 from shoal.runs.lines import json_ready
@@ -365,7 +365,7 @@ def lint_reward(
     }
     diagnosed = _diagnosed_figures(figures, len(is_constant))
     if has_critic:
-        diagnosed = [figure for figure in diagnosed if figure.name != "constant_groups"]
+        diagnosed = figures_with_critic(diagnosed)
     diagnoses = diagnose(diagnosed)
     return figures | {"warnings": [diagnosis.text for diagnosis in diagnoses]}
 

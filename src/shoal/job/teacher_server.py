@@ -132,8 +132,14 @@ class TeacherServer:
 
     def _ask(self, ids: np.ndarray, start: int) -> TokenScores:
         """Sends one request and returns what the server says of the tokens from `start` on.
-        HostLost if it does not answer, or cannot be right."""
-        named_tokens = self._prompt_logprobs(ids.tolist())
+        HostLost if it does not answer, or its answer cannot be right."""
+        return self._read_scores(self._prompt_logprobs(ids.tolist()), ids, start)
+
+    def _read_scores(
+        self, named_tokens: Sequence[Mapping[str, Any]], ids: np.ndarray, start: int
+    ) -> TokenScores:
+        """Returns what an answer (`_prompt_logprobs`) says of the tokens `ids` from `start` on.
+        HostLost if it cannot be right."""
         shape = (len(ids) - start, self.top_k)
         logprobs = np.zeros(shape[0], np.float32)
         top_ids = np.zeros(shape, np.int32)
@@ -172,11 +178,11 @@ class TeacherServer:
     def _check_tokens(self, address: str, tokenizer: Tokenizer) -> None:
         """Scores a text. ShoalError if the server calls its tokens by other texts than the
         tokenizer; nothing is compared if it has none for them. HostLost as `_ask`."""
-        ids = tokenizer.encode(PROBE)
-        self._ask(np.array(ids, np.int32), 1)  # called for its error alone
-        named_tokens = self._prompt_logprobs([int(id) for id in ids])
-        for id, named in zip(ids[1:], named_tokens[1:], strict=True):
-            own = tokenizer.decode([int(id)])
+        ids = np.array(tokenizer.encode(PROBE), np.int32)
+        named_tokens = self._prompt_logprobs(ids.tolist())
+        self._read_scores(named_tokens, ids, 1)  # called for its error alone
+        for id, named in zip(ids.tolist()[1:], named_tokens[1:], strict=True):
+            own = tokenizer.decode([id])
             theirs = named[str(id)].get("decoded_token")
             # Some tokenizers leave out the space before a word that stands alone.
             if theirs is not None and str(theirs).strip() != own.strip():

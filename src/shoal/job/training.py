@@ -17,7 +17,7 @@ from shoal.buckets import RUNS, address, area_of, cache_path
 from shoal.chat.tokenizer_files import read_date, write_date
 from shoal.config.derived import needs_first_weights, price_per_hour
 from shoal.config.key import shown
-from shoal.config.keywords import FROM_PYTHON, ROWS
+from shoal.config.keywords import came_from_python
 from shoal.config.stored import difference_from_defaults, texts_of, to_dict, to_yaml
 from shoal.config.train import Config
 from shoal.files import explain_write_errors
@@ -383,12 +383,7 @@ def resume_command(folder: Path, config: Config, processes: int) -> str:
     many processes the run has; with several the text says that each has to give the command."""
     # The folder contains no code, so a shell could not load functions passed to shoal.train.
     where = address(folder)
-    environment = config.environment
-    object_names = [*config.reward.functions, *environment.tools]
-    object_names += [environment.factory, environment.rollout, environment.agent]
-    object_names.append(config.algorithm.advantage)
-    has_python_objects = any(name.startswith(FROM_PYTHON) for name in object_names)
-    if config.task.name == ROWS or has_python_objects:
+    if came_from_python(config):
         command = f'shoal.train(resume="{where}", ...), with its task and reward'
     else:
         command = f"shoal train {shlex.quote(f'resume={where}')}"

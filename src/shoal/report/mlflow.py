@@ -18,6 +18,7 @@ from shoal.files import explain_write_errors
 from shoal.records import ShoalError
 from shoal.report.sinks import Rows
 from shoal.runs.lines import json_ready, scalars, write_atomically
+from shoal.text import first_line
 
 MOST_METRICS = 1000
 """Most metrics that MLflow accepts in one request."""
@@ -199,8 +200,7 @@ def _quick_and_quiet() -> Iterator[None]:
 def _refused(section: MlflowSection, error: Exception) -> ShoalError:
     """Returns (does not raise) the ShoalError for an error of MLflow, with the first line of its
     message, or the name of its type if it has none."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ShoalError(
-        f"report.mlflow.mode={section.mode}: MLflow did not start: {reason}; set "
+        f"report.mlflow.mode={section.mode}: MLflow did not start: {first_line(error)}; set "
         "report.mlflow.mode=offline to write to the run's folder, or off"
     )

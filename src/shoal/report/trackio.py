@@ -17,6 +17,7 @@ from shoal.files import explain_write_errors
 from shoal.records import ShoalError
 from shoal.report.sinks import Rows
 from shoal.runs.lines import json_ready, scalars, write_atomically
+from shoal.text import first_line
 
 
 class TrackioSink:
@@ -122,8 +123,7 @@ def load(section: TrackioSection) -> tuple[Any, bool]:
 def _refused(section: TrackioSection, error: Exception) -> ShoalError:
     """Returns (does not raise) the ShoalError for an error of Trackio, with the first line of its
     message, or the name of its type if it has none."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ShoalError(
-        f"report.trackio.mode={section.mode}: Trackio did not start: {reason}; set "
+        f"report.trackio.mode={section.mode}: Trackio did not start: {first_line(error)}; set "
         "report.trackio.mode=offline to write to this machine, or off"
     )

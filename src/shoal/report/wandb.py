@@ -14,6 +14,7 @@ from shoal.config.sections.train import WandbSection
 from shoal.records import ShoalError
 from shoal.report.sinks import Rows
 from shoal.runs.lines import json_ready, scalars, write_atomically
+from shoal.text import first_line
 
 SECONDS_TO_START = 60.0
 SECONDS_TO_FINISH = 30.0
@@ -141,8 +142,7 @@ def _no_error_reports(section: WandbSection) -> Iterator[None]:
 def _refused(section: WandbSection, error: Exception) -> ShoalError:
     """Returns (does not raise) the ShoalError for an error of Weights & Biases, with the first line
     of its message, or the name of its type if it has none."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return ShoalError(
-        f"report.wandb.mode={section.mode}: Weights & Biases did not start: {reason}; set "
-        "report.wandb.mode=offline to write without sending, or off"
+        f"report.wandb.mode={section.mode}: Weights & Biases did not start: {first_line(error)}; "
+        "set report.wandb.mode=offline to write without sending, or off"
     )

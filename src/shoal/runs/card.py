@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from shoal.config.key import shown
-from shoal.config.keywords import FROM_PYTHON, ROWS
+from shoal.config.keywords import FROM_PYTHON, ROWS, came_from_python, names_object
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
 from shoal.files import HUB_ID
@@ -123,16 +123,10 @@ def _command(requested: Config) -> str:
     if requested.batch.prompts_per_device:
         # It decides how many prompts a step has, and Shoal warns of both.
         settings.pop("batch.prompts_per_step", None)
-    if requested.task.name == ROWS or any(map(_names_object, settings.values())):
+    if came_from_python(requested):
         return f"```python\n{_python_call(settings)}\n```"
     words = ["shoal", "train"] + [f"{name}={shown(value)}" for name, value in settings.items()]
     return f"```bash\n{shlex.join(words)}\n```"
-
-
-def _names_object(value: Any) -> bool:
-    """Returns whether a key's value, or one of its values, names an object from Python."""
-    values = value if isinstance(value, tuple) else (value,)
-    return any(str(one).startswith(FROM_PYTHON) for one in values)
 
 
 def _python_call(settings: Mapping[str, Any]) -> str:
@@ -143,7 +137,7 @@ def _python_call(settings: Mapping[str, Any]) -> str:
     for key, value in settings.items():
         if key == "task.name" and value == ROWS:
             arguments.append("    task=rows,  # the data")
-        elif key in _KEYWORDS and _names_object(value):
+        elif key in _KEYWORDS and names_object(value):
             arguments.append(f"    {_KEYWORDS[key]}={_as_python(value)},")
         else:
             others.append(f"        {key!r}: {_as_python(value)},")
@@ -156,7 +150,7 @@ def _as_python(value: Any) -> str:
     """Returns a key's value as Python code. A name of an object is written without quotes."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_as_python, value))}]"
-    if _names_object(value):
+    if names_object(value):
         return value.removeprefix(FROM_PYTHON)
     return repr(value)
 

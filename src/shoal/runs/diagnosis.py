@@ -481,6 +481,12 @@ ROWS = (
 )
 
 
+def figures_with_critic(figures: Iterable[Figure]) -> list[Figure]:
+    """Returns the figures that say something where a critic judges groups: all but
+    `constant_groups`, because it learns from groups with one reward too."""
+    return [figure for figure in figures if figure.name != "constant_groups"]
+
+
 def diagnose(figures: Iterable[Figure]) -> list[Diagnosis]:
     """Returns the rows that apply (`Row.holds`), each with the figure that shows it, in the order
     of the table; [] if none does. A row is returned once for each of its figures that it holds for,

@@ -16,6 +16,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.files import from_hub
 from shoal.records import ShoalError
 from shoal.tasks.data_files import SUFFIXES
+from shoal.text import first_line
 
 _TRAIN = "train"
 
@@ -402,8 +403,7 @@ def _download(path: str, published: Published, patterns: list[str], **options: A
         what = f"task {published.task}:"
         if path:
             what = f"task.path={path!r}: there is no such file or folder here, and"
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ShoalError(
-            f"{what} the data set {name} could not be fetched ({cause}); give a local jsonl file "
-            "or folder: task.path=FOLDER"
+            f"{what} the data set {name} could not be fetched ({first_line(error)}); give a "
+            "local jsonl file or folder: task.path=FOLDER"
         ) from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from shoal.buckets import address, area_of, fetch, is_bucket
-from shoal.config.sections.task import DATA_SUFFIXES, TaskSection
+from shoal.config.sections.task import TaskSection, names_file
 from shoal.files import find_input, within
 from shoal.records import Example, ShoalError
 from shoal.tasks.data_files import read_file
@@ -291,9 +291,7 @@ def paths_to_evaluate(task: TaskSection) -> list[str]:
     several with commas between them. [] if it is the name of a split. Whether there are such files
     is not checked."""
     paths = [path.strip() for path in task.eval_split.split(",")]
-    if any("/" in path or path.endswith(DATA_SUFFIXES) for path in paths):
-        return paths
-    return []
+    return paths if any(map(names_file, paths)) else []
 
 
 def _eval_files(paths: Sequence[str]) -> list[Path]:

@@ -76,11 +76,10 @@ def num_scorings(a: AlgorithmSection, teacher: TeacherSection) -> int:
     for old, reference and teacher log-probs, if they are needed; with distributions of the teacher
     one in each epoch."""
     of_teacher = 0
-    if teacher.address:
-        pass  # the server's devices compute them
-    elif teacher.gives_distributions:
+    is_here = not teacher.address  # a server's own devices compute what it says
+    if is_here and teacher.gives_distributions:
         of_teacher = a.num_epochs
-    elif teacher.scores_samples:
+    elif is_here and teacher.scores_samples:
         of_teacher = 1
     return needs_old_logprobs(a, teacher.scores_samples) + a.scores_reference + of_teacher
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.runs.diagnosis import ROWS, Card, Figure, Row
+from shoal.runs.diagnosis import ROWS, Card, Figure, Row, figures_with_critic
 from shoal.runs.group_table import GroupFile, GroupTable, column_sql
 from shoal.tasks.graders.answer import extract_answer
 from shoal.text import count
@@ -69,7 +69,7 @@ def number_findings(index: GroupTable, has_critic: bool = False) -> list[dict[st
         return []
     figures = _figures(totals, functions, index)
     if has_critic:
-        figures = [figure for figure in figures if figure.name != "constant_groups"]
+        figures = figures_with_critic(figures)
     findings = []
     shown_kinds = set()
     for row in ROWS:

@@ -133,6 +133,11 @@ DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
 """Endings of the names of data files."""
 
 
+def names_file(text: str) -> bool:
+    """True if a text is the path of a file of data, not the name of a task or a split."""
+    return "/" in text or text.endswith(DATA_SUFFIXES)
+
+
 DOORS = {
     "agent": "agent='python my_agent.py' (environment.agent), beside the task whose prompts it "
     "gets",
@@ -193,7 +198,7 @@ class TaskSection:
         door = DOORS.get(self.name.partition(":")[0])
         require(door is None, "task.name", self.name, door or "")
         require(
-            "/" not in self.name and not self.name.endswith(DATA_SUFFIXES),
+            not names_file(self.name),
             "task.name",
             self.name,
             f"the name of a task; for your own data write task=custom task.path={self.name}",

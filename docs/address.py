@@ -2,8 +2,9 @@
 `python docs/address.py https://github.com/OWNER/NAME`.
 
 The setting is `urls.Repository` in pyproject.toml. From there the package's metadata and page, and
-the cards of exported models, have it by themselves. README, CITATION.cff and mkdocs.yml are files
-that others read as they are, so this script writes it into them; a test holds them equal."""
+the cards of exported models, have it by themselves. README, CITATION.cff, mkdocs.yml and the
+notebook are files that others read as they are, so this script writes it into them; a test holds
+them equal."""
 
 from __future__ import annotations
 
@@ -50,6 +51,11 @@ def with_address(texts: dict[str, str], address: str) -> dict[str, str]:
             f" (`git clone {address}`)",
             "",
         ),
+        "examples/gsm8k_one_gpu.ipynb": (
+            r'(?<="ADDRESS = \\")[^"\\]*(?=\\")',
+            address,
+            "",
+        ),
     }
     changed = {}
     for name, (pattern, present, absent) in places.items():
@@ -65,7 +71,13 @@ def with_address(texts: dict[str, str], address: str) -> dict[str, str]:
 
 def read(root: Path) -> dict[str, str]:
     """Returns the texts of the files that have the address: file -> text."""
-    names = ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "README.md")
+    names = (
+        "pyproject.toml",
+        "CITATION.cff",
+        "mkdocs.yml",
+        "README.md",
+        "examples/gsm8k_one_gpu.ipynb",
+    )
     return {name: (root / name).read_text(encoding="utf-8") for name in names}
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from tiny_runs import Workshop
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "first_run.ipynb"
+ONE_GPU = EXAMPLES / "gsm8k_one_gpu.ipynb"
 SCRIPT = EXAMPLES / "own_task.py"
 
 pytestmark = pytest.mark.system
@@ -112,3 +114,54 @@ def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
     assert len(list((tmp_path / "outputs").glob("20*/*/summary.json"))) == 2, (
         "the last cell went on in its folder"
     )
+
+
+def test_the_notebook_for_one_gpu_runs_on_a_cpu_with_a_tiny_model(
+    environment, tmp_path, monkeypatch
+):
+    """No GPU and no published model was there: the cells run as they stand, with a random model of
+    one layer, made-up rows, fewer and shorter completions."""
+    workshop = Workshop(tmp_path, num_hidden_layers=1)
+    notebook = nbformat.reads(ONE_GPU.read_text(), as_version=4)
+    assert len(notebook.cells) < 20
+    text = "".join(cell.source for cell in notebook.cells)
+    assert "**Nobody has run it on a GPU yet.**" in text
+    changes = {
+        '"Qwen/Qwen2.5-0.5B-Instruct"': repr(str(workshop.model)),
+        'DATA = ""': f"DATA = {str(workshop.data)!r}",
+        "STEPS = 60": "STEPS = 1",
+        '"bfloat16"': '"float32"',
+        '"sampling.max_completion_tokens": 384': '"sampling.max_completion_tokens": 12',
+        '"batch.prompts_per_step": 16': '"batch.prompts_per_step": 2',
+        '"batch.group_size": 8': '"batch.group_size": 4',
+        '"model.lora.rank": 32': '"model.lora.rank": 4',
+    }
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None
+            for old, new in list(changes.items()):
+                if old in cell.source:
+                    cell.source = cell.source.replace(old, new)
+                    del changes[old]
+    assert not changes
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    NotebookClient(
+        notebook,
+        timeout=200,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
+    printed = {}
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            printed[cell.source.split("\n")[0]] = "".join(outputs(cell, "text"))
+    assert "GPU: none" in printed["import shutil"]
+    doctor, train, export = (
+        next(said for first, said in printed.items() if first.startswith(word))
+        for word in ("words = ", "result = ", "!shoal export")
+    )
+    # Of a random model some findings are wrong.
+    assert "agreement: " in doctor and "LoRA of rank 4" in train
+    assert "step 1/1" in train and "exported" in export
+    assert printed["def show(step):"].count("--- reward") == 8
+    assert (tmp_path / "exported" / "adapter_model.safetensors").is_file()

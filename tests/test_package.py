@@ -3,6 +3,7 @@ which is one setting."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +22,7 @@ address = load("docs/address.py")
 
 
 def copy_of_the_repository(folder: Path) -> Path:
+    (folder / "examples").mkdir()
     for name in (*address.read(ROOT), "hatch_build.py", "LICENSE"):
         shutil.copy(ROOT / name, folder / name)
     return folder
@@ -56,6 +58,8 @@ def test_the_address_is_one_setting(tmp_path):
         assert len(texts["README.md"].splitlines()) <= 140
         assert yaml.safe_load(texts["CITATION.cff"])["repository-code"] == url
         assert f"\nrepo_url: {url}\n" in texts["mkdocs.yml"]
+        notebook = json.loads(texts["examples/gsm8k_one_gpu.ipynb"])
+        assert f'\nADDRESS = "{url}"  # of' in "".join(notebook["cells"][1]["source"])
         assert metadata_of(root).core.urls == {
             "Repository": url,
             "Issues": f"{url}/issues",
@@ -110,3 +114,40 @@ def test_the_card_of_a_model_links_to_the_address_that_the_package_knows(monkeyp
     ):
         monkeypatch.setattr(card, "metadata", lambda name, urls=urls: Metadata(urls))
         assert card._shoal() == text
+
+
+# ---- a release
+
+release = load(".ci/release.py")
+
+
+def test_a_release_says_what_is_left_to_do_and_then_what_is_new(tmp_path, capsys):
+    root = copy_of_the_repository(tmp_path)
+    changelog = root / "CHANGELOG.md"
+    version = metadata_of(ROOT).core.version
+    changelog.write_text(f"# Changelog\n\n## {version} (not released yet)\n\nNew.\n\n## Old\n")
+    faults = release.faults_of(root, "v9.9.9")
+    assert faults[0] == f"the tag v9.9.9 is not v{version}, the version in pyproject.toml"
+    assert faults[1].startswith(
+        f"CHANGELOG.md has '## {version} (not released yet)': write the day"
+    )
+    assert faults[2].startswith("pyproject.toml has no urls.Repository") and len(faults) == 3
+    address.main([ADDRESS], root)
+    (root / "CITATION.cff").write_text("version: 0.0.1\n")
+    changelog.write_text("# Changelog\n")
+    assert release.main([f"v{version}"], root) == 1
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: CHANGELOG.md has no section '## {version} (DATE)', or an empty one",
+        f"error: CITATION.cff is of another version than {version}",
+    ]
+    shutil.copy(ROOT / "CITATION.cff", root)
+    changelog.write_text(f"## {version} (2027-01-31)\n\nNew\n### more\n\n## 0.0.1\n\nOld\n")
+    assert release.main([f"v{version}"], root) == 0
+    assert capsys.readouterr().out == "New\n### more\n"
+    assert release.main([], root) == 2
+
+
+def test_the_first_release_has_a_section_that_people_can_read():
+    version = metadata_of(ROOT).core.version
+    state, text = release.section_of((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), version)
+    assert state and 10 <= len(text.splitlines()) <= 60

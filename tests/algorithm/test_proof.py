@@ -42,6 +42,7 @@ LOSSES = {
     "cispo, absolute": Settings("cispo", cispo="absolute"),
     "cispo, both": Settings("cispo", cispo="both"),
     "gmpo": Settings("gmpo"),
+    "dppo": Settings("dppo"),
     "reinforce": Settings("reinforce"),
     "sapo": Settings("sapo", positive=0.7, negative=1.9),
 }
@@ -644,6 +645,17 @@ def test_gmpo_worked_by_hand():
     bounds = {"clip_low": 0.6931471806, "clip_high": 0.6931471806}
     close(in_slot("gmpo", [4, 0.25], [1, 1], **bounds), [-0.7071068] * 2, [0, -0.7071068])
     close(in_slot("gmpo", [4, 0.25], [-1, -1], **bounds), [1.4142136] * 2, [1.4142136, 0])
+
+
+def test_dppo_worked_by_hand():
+    # Probabilities as in_slot has them, with bounds of 0: each that moved in the advantage's
+    # direction is dropped; the others have the ratio.
+    bounds = {"clip_low": 0.0, "clip_high": 0.0}
+    close(in_slot("dppo", [2, 0.5], [1, 1], **bounds), [0, -0.5], [0, -0.5])
+    close(in_slot("dppo", [2, 0.5], [-1, -1], **bounds), [2, 0], [2, 0])
+    # No probability moves by more than 1.
+    bounds = {"clip_low": 1.0, "clip_high": 1.0}
+    close(in_slot("dppo", [2, 0.5], [1, -1], **bounds), [-2, 0.5], [-2, 0.5])
 
 
 def test_sapo_worked_by_hand():

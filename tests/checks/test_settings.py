@@ -81,6 +81,7 @@ def test_what_is_hardly_meant_is_said(words, text):
     [
         [],
         ["recipe=scalerl"],
+        ["recipe=prime-rl", "algorithm.clip_high=0.1"],
         ["recipe=verl", "algorithm.num_minibatches=1"],
         ["algorithm=gmpo", "algorithm.num_minibatches=1"],
         ["algorithm=gspo-token", "teacher.path=x"],

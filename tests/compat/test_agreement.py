@@ -34,7 +34,7 @@ POOL: dict[str, tuple[str, ...]] = {
     "loss_algo": ("grpo", "gspo-token", "gspo"),
     "algorithm.loss": ("cispo", "sapo", "gmpo"),
     "algorithm": ("dapo", "rloo", "gspo"),
-    "recipe": ("trl", "verl", "tunix", "torchrl", "maxtext"),
+    "recipe": ("trl", "verl", "tunix", "torchrl", "maxtext", "prime-rl"),
     "algorithm.advantage": ("dr_grpo", "none", "gdpo", "maxrl"),
     "train.max_staleness": ("1", "2"),
     "inference_rollouts": ("1", "2"),

@@ -169,12 +169,27 @@ def scalerl(b: Batch, lp: np.ndarray) -> Any:
     return (by_prompt / lengths).mean()
 
 
+def prime_rl(b: Batch, lp: np.ndarray) -> Any:
+    """src/prime_rl/trainer/rl/loss.py at 559b4477: default_loss_fn, the reward minus its group's
+    mean. Groups without variance are taken out of both sums. (Its square of the log-ratio, weight
+    0.001, is k3 with 0.002 here, which differs in third order.)"""
+    assert not b.beta
+    advantage = (b.grouped - b.grouped.mean(axis=1, keepdims=True)).reshape(-1, 1)
+    log_ratio = lp - b.sampler
+    grown = np.exp(b.lp) - np.exp(b.sampler)
+    dropped = np.where(advantage > 0, grown > 0.2, grown < -0.2)
+    policy = np.where(dropped, 0.0, advantage * np.exp(log_ratio))
+    kl = np.exp(-log_ratio) + log_ratio - 1
+    return ((-policy + 0.002 * kl) * b.mask).sum() / b.mask.sum()
+
+
 SYSTEMS: dict[str, Loss] = {
     "trl": trl,
     "verl": verl,
     "maxtext": maxtext,
     "tunix": tunix,
     "torchrl": torchrl,
+    "prime-rl": prime_rl,
     "scalerl": scalerl,
 }
 WITH_KL = ("trl", "verl", "maxtext", "tunix")
@@ -578,6 +593,22 @@ DEFAULTS_OF: dict[str, tuple[Any, ...]] = {
         *ALONE[1:],
         1,
     ),
+    "prime-rl": (
+        "dr_grpo",
+        1,
+        1e-4,
+        "add",
+        "dppo",
+        *OWN,
+        *NO_KL,
+        0.0,
+        "token-mean",
+        "direct",
+        *ALONE[1:-2],
+        "exclude",
+        1,
+        1,
+    ),
     "scalerl": (
         "reinforce++-baseline",
         1,
@@ -632,7 +663,9 @@ def test_every_recipe_and_algorithm_is_proven_or_named():
     sections = []
     for name in ALGORITHMS:
         sections.append(compose("train", [f"algorithm={name}"])[0].algorithm)
-    assert {a.loss for a in sections} == set(POLICY_LOSSES)
+    # The loss of a system that is no paper's algorithm here is in its recipe.
+    recipes = [compose("train", [f"recipe={name}"])[0].algorithm for name in RECIPES]
+    assert {a.loss for a in (*sections, *recipes)} == set(POLICY_LOSSES)
     assert {a.advantage for a in sections} == set(ADVANTAGES) - {"none"}
 
 
@@ -688,7 +721,7 @@ def test_an_algorithm_lies_over_a_recipe():
 
 
 def test_an_unknown_recipe_names_the_ones_there_are():
-    with pytest.raises(ShoalError, match="maxtext, scalerl, torchrl, trl, tunix, verl"):
+    with pytest.raises(ShoalError, match="maxtext, prime-rl, scalerl, torchrl, trl, tunix, verl"):
         compose("train", ["recipe=ver"])
 
 

@@ -100,6 +100,12 @@ def bounded(ratio: complex, advantage: float, least: float, most: float) -> comp
     return ratio if ratio.real >= least else least
 
 
+def dropped(s: Settings, c: Completion, t: int) -> bool:
+    """Whether DPPO drops a token: its probability moved too far in the advantage's direction."""
+    grown = math.exp(c.lp[t]) - math.exp(c.old_logprobs[t])
+    return grown > s.high if c.advantages[t] > 0 else c.advantages[t] < 0 and grown < -s.low
+
+
 def token_losses(s: Settings, c: Completion, lp: np.ndarray) -> np.ndarray:
     """The policy term of each token, 0 where it was not drawn."""
     values = np.zeros(len(lp), lp.dtype)
@@ -116,6 +122,8 @@ def token_losses(s: Settings, c: Completion, lp: np.ndarray) -> np.ndarray:
             values[t] = -advantage * lp[t]
         elif s.loss == "gmpo":
             values[t] = -advantage * ratio
+        elif s.loss == "dppo":
+            values[t] = 0.0 if dropped(s, c, t) else -advantage * ratio
         elif s.loss == "sapo":
             tau = s.positive if advantage > 0 else s.negative
             values[t] = -advantage * (4 / tau) / (1 + np.exp(-tau * (ratio - 1)))
@@ -138,6 +146,9 @@ def clipped_tokens(s: Settings, c: Completion) -> tuple[int, int]:
         if s.loss == "cispo":
             low += s.cispo == "both" and own[t] < 1 - s.low
             high += own[t] > (s.high if s.cispo == "absolute" else 1 + s.high)
+        elif s.loss == "dppo":
+            low += advantage < 0 and dropped(s, c, t)
+            high += advantage > 0 and dropped(s, c, t)
         elif s.loss == "gmpo":
             low += advantage < 0 and own[t] < math.exp(-s.low)
             high += advantage > 0 and own[t] > math.exp(s.high)

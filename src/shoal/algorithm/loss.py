@@ -388,6 +388,35 @@ def sapo(
     return -4 / tau * jax.nn.sigmoid(tau * (ratio - 1)) * advantage, never, never
 
 
+def dppo(
+    log_ratio: Tokens,
+    lp: Tokens,
+    advantage: Tokens,
+    mask: Mask,
+    segment: Segments,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Tokens, Mask, Mask]:
+    """Returns -ratio A of the tokens whose probability is near its old one, and 0 for the others.
+
+    Dropped are tokens whose probability has grown by more than `clip_high` where A > 0, and has
+    fallen by more than `clip_low` where A < 0. A ratio says little about a rare token: its
+    probability may double and still be next to nothing. DPPO with the total variation of a token
+    against all others, arXiv 2602.04879, as prime-rl has it. The masks say which tokens were
+    dropped by the lower and by the upper bound.
+    """
+    probability = jnp.exp(jax.lax.stop_gradient(lp))
+    old_probability = jnp.exp(jax.lax.stop_gradient(lp - log_ratio))
+    grown = probability - old_probability
+    high = (advantage > 0) & (grown > clip_high)
+    low = (advantage < 0) & (grown < -clip_low)
+    dropped = low | high
+    # The exponent is 0 where a token is dropped, so that a ratio of inf leaves no NaN.
+    ratio = jnp.exp(jnp.where(dropped, 0, log_ratio))
+    return jnp.where(dropped, 0, -ratio * advantage), low, high
+
+
 # ---- KL(policy || reference), estimated from the sampled tokens: functions of log_ratio = ref - lp
 # J. Schulman, "Approximating KL Divergence" (2020), http://joschu.net/blog/kl-approx.html
 

@@ -143,6 +143,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         f"{_LOSS}:gmpo", ("clip_low", "clip_high"), in_logarithms=True, one_gradient=True
     ),
     "sapo": PolicyLoss(f"{_LOSS}:sapo", ("sapo_positive", "sapo_negative")),
+    "dppo": PolicyLoss(f"{_LOSS}:dppo", ("clip_low", "clip_high")),
     "reinforce": PolicyLoss(f"{_LOSS}:reinforce"),
 }
 """The values of `algorithm.loss`."""

@@ -67,10 +67,11 @@ class AlgorithmSection:
     loss: Annotated[str, POLICY_LOSSES] = key("grpo", stages=("update",))
     """Policy loss."""
     clip_low: float = key(0.2, stages=("update",))
-    """Lower clipping epsilon: the ratio is clipped below 1 - clip_low (gmpo: exp(-clip_low))."""
+    """Lower clipping epsilon: the ratio is clipped below 1 - clip_low (gmpo: exp(-clip_low); dppo:
+    how far a token's probability may fall)."""
     clip_high: float = key(0.2, stages=("update",))
     """Upper clipping epsilon: the ratio is clipped above 1 + clip_high (gmpo: exp(clip_high);
-    cispo: see cispo_bound)."""
+    cispo: see cispo_bound; dppo: how far a token's probability may grow)."""
     clip_dual: float = key(0.0, stages=("update",))
     """Dual clip (verl's clip_ratio_c): for a negative advantage the loss is at most clip_dual x
     |advantage|; 0 for off."""

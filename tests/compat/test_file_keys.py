@@ -14,6 +14,7 @@ import yaml
 from stand_ins import VERL
 from test_files import FILES
 
+from shoal.compat import rules
 from shoal.compat.front import SYSTEMS, find_row, likely_system
 from shoal.config.key import keys_of
 from shoal.config.merge import compose
@@ -42,6 +43,9 @@ OTHER: dict[str, Any] = {
 }
 """Another value of a key, where twice or half of it, or the other truth value, is none."""
 
+CHECKED_OF_CRITIC = [flag.name for flag in SYSTEMS["verl"] if flag.rule is rules.verl_critic]
+OF_CRITIC = [*CHECKED_OF_CRITIC, "critic.optim.lr", "critic.model.path", "critic.cliprange_value"]
+
 BESIDE: dict[str, dict[str, Any]] = {
     "num_epoch": {"num_batches": 4},
     "eval_interval": {"train_fraction": 0.5},
@@ -57,6 +61,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "trainer.total_epochs": {
         "trainer.total_training_steps": None,
         "data.train_files": ROWS,
+        "data.val_files": None,
         "data.train_batch_size": 8,
         ACTOR + "ppo_mini_batch_size": 8,
     },
@@ -66,9 +71,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     CORRECTION + "rollout_is_threshold": {CORRECTION + "rollout_is": "token"},
     CORRECTION + "loss_type": {CORRECTION + "bypass_mode": True},
     CORRECTION + "rollout_rs_threshold": {CORRECTION + "rollout_rs": "seq_mean_k1"},
-    "critic.optim.lr": {"algorithm.adv_estimator": "gae"},
-    "critic.model.path": {"algorithm.adv_estimator": "gae"},
-    "critic.cliprange_value": {"algorithm.adv_estimator": "gae"},
+    **{key: {"algorithm.adv_estimator": "gae"} for key in OF_CRITIC},
     "algorithm.kl_penalty": {"algorithm.use_kl_in_reward": True},
     "algorithm.kl_ctrl.kl_coef": {"algorithm.use_kl_in_reward": True},
     "custom_reward_function.name": {"custom_reward_function.path": "mine.py"},

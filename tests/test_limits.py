@@ -25,7 +25,6 @@ REFUSED = {
         "plan topology=v5p-8 model.name=qwen3-4b model.dtype=float16",
         "a TPU has no products of float16",
     ),
-    "a critic that shares": ("critic.shared=true", "its layers are its own, never the policy's"),
     "DPO": ("algorithm=dpo", "there is no such algorithm"),
     "a teacher's whole distributions": (
         "teacher.address=http://127.0.0.1:1 teacher.divergence=full",

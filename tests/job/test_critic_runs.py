@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 from tiny_models import write_model_with_tokenizer
 from tiny_runs import groups, metrics, parameters_of, same_bits
 
@@ -124,6 +125,33 @@ def test_with_an_adapter_the_critic_has_one_too(workshop, own_model):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("words", [(), ("model.lora.rank=4",)], ids=["all weights", "adapter"])
+def test_a_critic_on_the_policys_layers_is_saved_and_resumed_with_them(workshop, words):
+    name = "shared-lora" if words else "shared"
+    shared = (*GAE, *words, "critic.shared=true", "critic.warmup_steps=2")
+    whole = workshop.train(name, *shared, "steps=4", "checkpoint.every=1", "checkpoint.keep_last=9")
+    rows = metrics(whole)
+    # In the warm-up the head alone learns.
+    assert [row.get("critic/warmup") for row in rows] == [1, 1, None, None]
+    assert [row.get("update/count") for row in rows] == [None, None, 2, 2]
+    assert rows[0]["critic/values/max"] == 0 and rows[1]["critic/values/max"] != 0
+    for row in rows:
+        assert row["critic/vf_loss"] > 0 and row["critic/grad_norm"] > 0
+    if not words:
+        assert same_bits(parameters_of(whole, 2), parameters_of(whole, 1))
+        assert not same_bits(parameters_of(whole, 3), parameters_of(whole, 2))
+    parts = resumed_from(whole, 1)
+    assert numbers(parts) == numbers(whole)
+    for version in (2, 3, 4):
+        assert checksums(parts, version) == checksums(whole, version)
+    # What is exported is the policy, without a head of values.
+    exported = workshop.folder / f"{name}-exported"
+    assert cli.main(["export", f"from={whole}", f"to={exported}"]) == 0
+    with safe_open(next(exported.glob("*.safetensors")), "numpy") as file:
+        assert file.keys() and not [one for one in file.keys() if "score" in one]  # noqa: SIM118
+
+
+@pytest.mark.slow
 def test_a_critic_may_begin_with_another_checkpoint(workshop):
     other = write_like(workshop.folder / "other")
     own, others = (
@@ -167,6 +195,28 @@ def test_the_doctor_tries_the_critic_too(workshop, capsys, monkeypatch):
     assert not trial.skipped
 
 
+@pytest.mark.slow
+def test_the_doctor_and_a_replay_know_a_critic_on_the_policys_layers(workshop, capsys, monkeypatch):
+    trials = []
+
+    def estimate(config, trial, *others):
+        trials.append(trial)
+        return estimate_times(config, trial, *others)
+
+    monkeypatch.setattr(doctor, "estimate_times", estimate)
+    shared = (*GAE, "critic.shared=true")
+    words = workshop.words("never", *shared)[1:]
+    assert cli.main(["doctor", *words, "json=true"]) == 0
+    [trial] = trials
+    assert trial.programs["score critic"].extra_bytes > 0
+    assert trial.programs["accumulate critic"].extra_bytes == 0  # the policy's does it
+    assert trial.critic_apply_seconds > 0 and not trial.skipped
+    run = workshop.train("shared-replay", *shared, "checkpoint.every=0", "steps=3")
+    capsys.readouterr()
+    assert cli.main(["replay", str(run), "step=3", "group=1", "json=true"]) == 0
+    assert json.loads(capsys.readouterr().out)["identical"] is True
+
+
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
@@ -180,7 +230,15 @@ def test_the_doctor_tries_the_critic_too(workshop, capsys, monkeypatch):
             [*GAE, "batch.group_size=1", "algorithm.dynamic_sampling=true", "train.pass_k=0"],
             ["batch.group_size", "algorithm.dynamic_sampling"],
         ),
-        ([*GAE, "critic.shared=true"], ["critic.shared", "its own, never the policy's"]),
+        ([*GAE, "critic.shared=true", "critic.coef=0"], ["critic.coef", "learns nothing with 0"]),
+        (
+            [*GAE, "critic.shared=true", "critic.path=nowhere"],
+            ["critic.path=nowhere", "empty with critic.shared=true"],
+        ),
+        (
+            [*GAE, "critic.shared=true", "model.dtype=float16"],
+            ["critic.shared=true", "bfloat16 needs none"],
+        ),
     ],
 )
 def test_wrong_settings_of_a_critic_are_one_error(workshop, capsys, words, parts):
@@ -209,3 +267,5 @@ def test_settings_that_nothing_reads_are_warned_of(workshop, capsys):
     words = [*GAE, "critic.warmup_until=0.5", "critic.warmup_steps=0"]
     assert cli.main([*workshop.words("dry", *words), "--dry-run"]) == 0
     assert "has no effect without critic.warmup_steps" in capsys.readouterr().out
+    assert cli.main([*workshop.words("dry", *GAE, "critic.coef=0.5"), "--dry-run"]) == 0
+    assert "critic.coef=0.5 has no effect without critic.shared" in capsys.readouterr().out

@@ -18,14 +18,21 @@ from shoal.config.sections.critic import CriticSection
 from shoal.config.sections.optimizer import BatchSection, OptimizerSection
 from shoal.mesh import Roles
 from shoal.model.architecture import Architecture
-from shoal.model.parameters import param_specs, shardings
+from shoal.model.parameters import (
+    Parameters,
+    frozen_specs,
+    param_specs,
+    shardings,
+    trained_specs,
+    value_head_spec,
+)
 from shoal.model.transformer import Model
 from shoal.records import Group
 from shoal.runs.metrics import MetricSet
 from shoal.trainer.batch import MicroBatch, Shape, ValueTargets, pack, unpack
 from shoal.trainer.critic import Critic, StepValues, critic_architecture, explained_variance
 from shoal.trainer.loss import make_objective
-from shoal.trainer.step import Learner, TrainState
+from shoal.trainer.step import GradientSum, Learner, TrainState
 from shoal.trainer.step_table import StepTable
 from shoal.trainer.update import Updater
 
@@ -155,7 +162,7 @@ def make_updater(a: AlgorithmSection = A, **critic: Any) -> Updater:
     model = Model(SMALL, roles().trainer)
     own = CriticSection(lr=1e-2, **critic)
     return Updater(
-        Learner(model, make_objective(a), section, 100),
+        Learner(model, make_objective(a, critic=own), section, 100),
         a,
         BatchSection(prompts_per_step=3, group_size=2, micro_tokens=48),
         temperature=1.0,
@@ -349,3 +356,122 @@ def test_metrics_of_values_are_over_time_steps():
 def test_the_critic_has_the_policys_layers():
     a: Architecture = critic_architecture(SMALL)
     assert a == replace(SMALL, value_head=True)
+
+
+# ---- a critic on the policy's layers
+
+
+SHARED = critic_architecture(SMALL, shared=True)
+
+
+def shared_learner(where: Roles, a: AlgorithmSection, coef: float, clip: float = 0.3) -> Learner:
+    critic = CriticSection(shared=True, coef=coef, value_clip=clip)
+    model = Model(SMALL, where.trainer)
+    return Learner(model, make_objective(a, critic=critic), OptimizerSection(), 100)
+
+
+def batches_of_both(groups: list[Group], shape: Shape) -> list[MicroBatch]:
+    """With advantages and weights for the policy, and targets for the critic."""
+    rng = np.random.default_rng(3)
+    advantages = rng.normal(size=(len(groups), groups[0].size))
+    weights = rng.random(advantages.shape) / 20
+    targets = random_targets(groups)
+    return pack(groups, range(len(groups)), advantages, weights, [shape], 1.0, targets=targets)
+
+
+def gradient_of_both(
+    where: Roles, groups: list[Group], shape: Shape, a: AlgorithmSection, coef: float
+) -> tuple[GradientSum, Any]:
+    """Of a policy and the head of values on its layers: (sum of the micro-batches, head)."""
+    learner = shared_learner(where, a, coef)
+    parameters = jax.device_put(random_parameters(SMALL), shardings(SMALL, where.trainer))
+    head = random_parameters(VALUED, seed=1).lm_head
+    head = jax.device_put(head, value_head_spec(SMALL).sharding(where.trainer))
+    critic = TrainState(Parameters(None, None, None, head), None, None)
+    state = TrainState(parameters, None, None, critic=critic)
+    total = None
+    for batch in batches_of_both(groups, shape):
+        total, _ = learner.accumulate(total, state, batch.arrays)
+    assert total is not None
+    return jax.device_get(total), head
+
+
+def test_the_gradient_of_shared_layers_is_that_of_both_losses():
+    """Policy and critic apart, each with a backward pass of its own, add up to it."""
+    groups = random_groups(SMALL, 4, 2, 9, 8)
+    a = replace(A, kl_coef=0.0)
+    coef = 0.7
+    shape = whole(groups[:2])
+    both, head = gradient_of_both(roles(), groups, shape, a, coef)
+    policy = Learner(Model(SMALL, roles().trainer), make_objective(a), OptimizerSection(), 100)
+    critic = value_learner(clip=0.3)
+    parameters = random_parameters(SMALL)
+    of_policy = None
+    of_critic = None
+    for batch in batches_of_both(groups, shape):
+        arrays = batch.arrays
+        state = TrainState(parameters, None, None)
+        of_policy, _ = policy.accumulate(of_policy, state, arrays.of_policy())
+        state = TrainState(replace(parameters, lm_head=head), None, None)
+        of_critic, _ = critic.accumulate(of_critic, state, arrays)
+    assert of_policy is not None and of_critic is not None
+    value_loss, value_sums = both.sums["values"]
+    assert value_loss == pytest.approx(float(of_critic.loss), rel=1e-5)
+    assert both.loss == pytest.approx(float(of_policy.loss + coef * of_critic.loss), rel=1e-5)
+    for name, (total, count) in of_critic.sums.items():
+        assert value_sums[name] == (pytest.approx(float(total), rel=1e-4), float(count)), name
+    np.testing.assert_allclose(
+        both.value_head, coef * np.asarray(of_critic.gradient.lm_head), rtol=1e-4, atol=1e-7
+    )
+    layers = replace(of_critic.gradient, lm_head=None)
+    want = jax.tree.map(lambda one, other: one + coef * other, of_policy.gradient, layers)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(layers))
+    for got, leaf in zip(jax.tree.leaves(both.gradient), jax.tree.leaves(want), strict=True):
+        assert relative(got, leaf) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"context": 2}], ids=str
+)
+def test_the_gradient_of_both_losses_is_the_same_on_a_mesh(sizes: dict[str, int]):
+    groups = random_groups(SMALL, 8, 2, 9, 8)
+    where = roles(**sizes)
+    one, _ = gradient_of_both(roles(), groups, whole(groups), A, 0.5)
+    context = where.trainer.context
+    rows = where.trainer.row_shards // context
+    length = whole(groups, rows).length
+    other, _ = gradient_of_both(where, groups, Shape(rows, length * context), A, 0.5)
+    assert relative(other.value_head, one.value_head) < 1e-5
+    for leaf, of_mesh in zip(
+        jax.tree.leaves(one.gradient), jax.tree.leaves(other.gradient), strict=True
+    ):
+        assert relative(of_mesh, leaf) < 1e-5
+
+
+def test_a_critic_that_shares_the_layers_has_a_head_alone():
+    specs = trained_specs(SHARED)
+    assert jax.tree.leaves(specs) == [specs.lm_head] and specs.lm_head.shape == (64, 1)
+    assert frozen_specs(SHARED) is None
+
+
+def test_a_warm_up_on_the_policys_layers_moves_the_head_alone():
+    groups = random_groups(SMALL, 3, 2, 9, 8)
+    updater = make_updater(A, shared=True, warmup_steps=1)
+    state = first_state(updater)
+    weights = jax.device_get(state.trainable)
+    state, outcome = updater.update(state, groups, 0)
+    metrics = outcome.metrics.result()
+    assert metrics["critic/warmup"] == 1 and "loss" not in metrics
+    assert metrics["critic/vf_loss"] > 0
+    for before, after in zip(
+        jax.tree.leaves(weights), jax.tree.leaves(jax.device_get(state.trainable)), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+    head = jax.device_get(state.critic.trainable.lm_head)
+    state, outcome = updater.update(state, groups, 1)
+    metrics = outcome.metrics.result()
+    assert "critic/warmup" not in metrics and metrics["update/count"] == 1
+    assert {"loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm"} <= metrics.keys()
+    assert not np.array_equal(head, state.critic.trainable.lm_head)
+    assert int(state.updates) == 1 and int(state.critic.updates) == 2

@@ -27,7 +27,7 @@ from shoal.model.transformer import Model
 from shoal.records import Group, StopReason
 from shoal.runs.metrics import is_clock
 from shoal.trainer.batch import pack, unpack
-from shoal.trainer.loss import make_objective
+from shoal.trainer.loss import TokenOutputs, make_objective
 from shoal.trainer.scorers import ParameterScorer
 from shoal.trainer.step import Learner
 from shoal.trainer.teachers import FixedTeacher, Teachers
@@ -191,11 +191,14 @@ def table_logprobs(
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("shoal.trainer.step.batch_logprobs", table_logprobs)
 
-    def with_aux(model, parameters, batch, chunk, entropy_gradient, teacher, beta) -> tuple:
-        assert teacher is beta is None
-        return (*table_logprobs(model, parameters, batch, chunk, entropy_gradient), None, ())
+    def outputs(
+        model, parameters, batch, chunk, entropy_gradient, teacher, beta, value_head
+    ) -> TokenOutputs:
+        assert teacher is beta is value_head is None
+        logprobs, entropies = table_logprobs(model, parameters, batch, chunk, entropy_gradient)
+        return TokenOutputs(logprobs, entropies, divergences=None, values=None, aux=())
 
-    monkeypatch.setattr("shoal.trainer.loss._token_values", with_aux)
+    monkeypatch.setattr("shoal.trainer.loss._token_outputs", outputs)
     forget_programs()
     yield
     forget_programs()

@@ -11,6 +11,8 @@ differentiable functions.
                   of context (what tools and environments said): -context_coef x lp
     loss        = sum(weight x token loss)                          weights of a whole update:
                                                                     `aggregation`
+                  + value_coef x loss of the critic's values        if the critic shares the
+                                                                    policy's layers: `value_loss`
     objective   = sum(weight x w x policy loss)                     a metric: the loss without KL
                                                                     and entropy
 
@@ -87,6 +89,9 @@ class Objective:
     # from 0 to 1, see `divergence`; None: there is no divergence from a teacher
     teacher_beta: float | None = None
     teacher_coef: float = 0.0
+    # of the loss of a critic's values (`value_loss`); 0: no critic shares the policy's layers
+    value_coef: float = 0.0
+    value_clip: float = 0.0  # see `ValueObjective`
     # True: the tokens are the data's, and no sampler has log-probs of them
     learns_from_data: bool = False
     chunk_elements: int = 0  # most logits at once; 0: by device, see CHUNK_ELEMENTS

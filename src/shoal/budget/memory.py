@@ -44,6 +44,7 @@ from shoal.model.parameters import (
 )
 from shoal.model.transformer import Model
 from shoal.sampler.decode_state import StateSizes, state_shapes
+from shoal.trainer.critic import critic_architecture
 from shoal.trainer.schedule import schedule_of
 from shoal.weights.source import reward_architectures
 
@@ -100,7 +101,7 @@ def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
     if frozen:
         items.append(Item("frozen parameters", "trainer", "always", bytes_per_device(frozen)))
     if config.algorithm.has_critic:
-        critic = replace(a, value_head=True)
+        critic = critic_architecture(a, config.critic.shared)
         size_of_critic = bytes_per_device(
             param_shapes(trained_specs(critic), roles.trainer, jnp.float32)
         )

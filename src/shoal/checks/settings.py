@@ -351,6 +351,12 @@ def critic_warnings(config: Config) -> Iterator[tuple[str, str]]:
                 f"critic.{name}={shown(value)} has no effect: there is a critic with "
                 "algorithm.advantage=gae alone",
             )
+    if c.coef != defaults.coef and not c.shared and config.algorithm.has_critic:
+        yield (
+            "critic.coef",
+            f"critic.coef={exact(c.coef)} has no effect without critic.shared=true: the optimizer of "
+            "a critic of its own does not depend on a factor of its loss, but on critic.lr",
+        )
     if c.warmup_until < 1 and not c.warmup_steps and config.algorithm.has_critic:
         yield (
             "critic.warmup_until",

@@ -76,8 +76,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "environment=file.py:Factory or openenv:URL, an agent "
     "agent='python my_agent.py', their limits environment.*",
     "critic|value_model|value_function": "a critic comes with algorithm.advantage=gae; its "
-    "settings are critic.path, lr, lam, value_clip, warmup_steps and warmup_until, and its layers "
-    "are its own, never the policy's",
+    "settings are critic.shared, coef, path, lr, lam, value_clip, warmup_steps and warmup_until",
     "image|video|audio|vision": "models and data are text only",
     "expert_parallel|^ep_size$": "experts are split over devices by mesh.expert",
     "megatron|deepspeed|pipeline_parallel": "devices share the work by mesh.data, mesh.fsdp, "

@@ -174,6 +174,13 @@ class Config:
             "empty, or algorithm.advantage=gae with it: other advantages have no critic",
         )
         require(
+            not self.critic.shared or self.model.dtype != "float16",
+            "critic.shared",
+            self.critic.shared,
+            "false with model.dtype=float16, whose gradients have a scale for each loss; bfloat16 "
+            "needs none",
+        )
+        require(
             self.algorithm.num_minibatches <= self.batch.prompts_per_step
             or self.batch.prompts_per_device > 0,
             "algorithm.num_minibatches",

@@ -940,7 +940,7 @@ class Job(StagedJob):
         weights."""
         return Learner(
             self.model,
-            make_objective(self.config.algorithm, self.config.teacher),
+            make_objective(self.config.algorithm, self.config.teacher, self.config.critic),
             self.config.optimizer,
             num_updates(self.config),
             self.config.seed,
@@ -1295,7 +1295,8 @@ class Job(StagedJob):
     def load_critic(self, policy: Params) -> Params | None:
         """Returns the first weights of the critic, trained and frozen; None without a critic.
         `policy`: all weights that the run begins with, of which the critic has the same arrays, if
-        it does not begin with a model of its own (`critic.path`): no update changes an array."""
+        it does not begin with a model of its own (`critic.path`): no update changes an array. Of a
+        critic that shares the policy's layers only the head counts."""
         if self.critic is None:
             return None
         model = self.critic.learner.model
@@ -1313,9 +1314,10 @@ class Job(StagedJob):
 
     def load_frozen_of_critic(self, policy: Params | None) -> Params | None:
         """Returns the weights of the critic that training does not change, with None in place of
-        the others; None if there are none. `policy`: those of the policy, which are the critic's
-        too, unless it begins with a model of its own."""
-        if self.critic is None:
+        the others; None if there are none, as in a critic that shares the policy's layers.
+        `policy`: those of the policy, which are the critic's too, unless it begins with a model of
+        its own."""
+        if self.critic is None or self.critic.shares_layers:
             return None
         model = self.critic.learner.model
         a = model.architecture

@@ -49,9 +49,9 @@ from shoal.trainer.own_advantage import OwnAdvantage
 from shoal.trainer.prompts import TokenizedExample
 from shoal.trainer.schedule import schedule_of, step_seconds
 from shoal.trainer.scorers import target_shapes
-from shoal.trainer.step import Learner
+from shoal.trainer.step import GradientSum, Learner, TrainState
 from shoal.trainer.step_table import StepTable
-from shoal.trainer.update import needs_all_groups, num_scorings
+from shoal.trainer.update import critic_epochs, needs_all_groups, num_scorings
 from shoal.weights.orbax import load_orbax
 from shoal.weights.sampler_copy import publish_to
 
@@ -267,9 +267,12 @@ def try_step(
         shape=shape,
     )
     table = StepTable.of(groups, config.algorithm, own_advantage=own_advantage)
-    batches = _update(trial, table, config, learner, parameters, teachers)
+    state = learner.init(parameters)
     if critic is not None:
-        _update_critic(trial, batches[0], critic, critic_parameters)
+        state = replace(state, critic=critic.learner.init(critic_parameters))
+    batch, total = _update(trial, table, config, learner, state, teachers, critic)
+    if critic is not None:
+        _update_critic(trial, batch, critic, state, total)
     load_orbax()  # a run loads this library for its checkpoints, so its memory counts
     trial.process_bytes, trial.worker_bytes = process_bytes(), children_bytes()
     return trial
@@ -311,15 +314,16 @@ def _update(
     table: StepTable,
     config: Config,
     learner: Learner,
-    parameters: Params,
+    state: TrainState,
     teachers: Sequence[Architecture],
-) -> list[MicroBatch]:
+    critic: Critic | None,
+) -> tuple[MicroBatch, GradientSum]:
     """Computes the gradients of up to NUM_MICRO_BATCHES micro-batches of the trial's groups (of
     all, also those whose rewards do not differ), applies them, and writes into `trial` their number
     in a pass over all groups, the times, how the trainer's log-probs differ from the sampler's, the
     entropy, and whether the update was skipped. A single micro-batch is computed twice, because the
     first time compiles. The new weights are discarded. `table`: that of the trial's groups. Returns
-    all micro-batches."""
+    (the first micro-batch, the sum of the gradients, of which the policy's is consumed)."""
     # Completions whose reward is invalid are included, because their log-probs can be compared too.
     groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]
     valid = np.ones_like(table.valid)
@@ -348,7 +352,8 @@ def _update(
         route_shape=learner.model.architecture.route_shape if replays_routes(config) else None,
     )
     trial.num_batches = len(batches)
-    state = learner.init(parameters)
+    if critic is not None and critic.shares_layers:
+        batches = [_with_value_targets(batch, trial.mean_reward) for batch in batches]
     targets = None
     if teachers and config.teacher.gives_distributions:
         shapes = target_shapes(config.teacher, teachers[0], learner.model, trial.shape)
@@ -376,32 +381,46 @@ def _update(
     # overflow: a smaller loss scale would help
     trial.skipped = bool(result.skipped) and not result.overflow
     trial.apply_seconds = time.perf_counter() - started - trial.programs["apply"].seconds
-    return batches
+    return batches[0], total
+
+
+def _with_value_targets(batch: MicroBatch, mean_reward: float) -> MicroBatch:
+    """Returns a micro-batch from which a critic learns to say `mean_reward` of every token, as its
+    values begin with 0."""
+    loss_mask = batch.arrays.loss_mask
+    zeros = np.zeros(loss_mask.shape, np.float32)
+    targets = ValueTargets(
+        values=zeros,
+        returns=zeros + np.float32(np.nan_to_num(mean_reward)),
+        weight=(loss_mask / max(loss_mask.sum(), 1)).astype(np.float32),
+    )
+    return replace(batch, arrays=replace(batch.arrays, targets=targets))
 
 
 def _update_critic(
-    trial: StepTrial, batch: MicroBatch, critic: Critic, parameters: Params | None
+    trial: StepTrial, batch: MicroBatch, critic: Critic, state: TrainState, total: GradientSum
 ) -> None:
     """Computes the critic's values of a micro-batch, and one update of it towards the mean reward;
-    writes the times into `trial`, and whether the update was skipped. The gradient is computed
-    twice, because the first time compiles. The new weights are discarded. `parameters`: the
-    critic's first weights."""
-    arrays = batch.arrays.of_critic()
+    writes the times into `trial`, and whether the update was skipped. The new weights are
+    discarded. `state` has the critic's first weights. `total` has the gradient of a critic that
+    shares the policy's layers; of others it is computed here, twice, because the first time
+    compiles."""
+    assert state.critic is not None, "a run with a critic has its state"
     learner = critic.learner
-    state = learner.init(parameters)
-    values = np.asarray(learner.score(state.parameters, arrays))
-    returns = np.full(values.shape, np.nan_to_num(trial.mean_reward), np.float32)
-    weight = (arrays.loss_mask / max(arrays.loss_mask.sum(), 1)).astype(np.float32)
-    arrays = replace(arrays, targets=ValueTargets(values, returns, weight))
-    total = None
-    for _ in range(2):
-        started = time.perf_counter()
-        total, values = learner.accumulate(total, state, arrays)
-        jax.block_until_ready(values)
-        trial.critic_accumulate_seconds = time.perf_counter() - started
-    assert total is not None
+    arrays = critic.read(_with_value_targets(batch, trial.mean_reward).arrays)
+    np.asarray(learner.score(critic.parameters(state), replace(arrays, targets=None)))
+    of_critic = None
+    if critic.shares_layers:
+        of_critic = critic.sum_of_head(state, total)
+    else:
+        for _ in range(2):
+            started = time.perf_counter()
+            of_critic, values = learner.accumulate(of_critic, state.critic, arrays)
+            jax.block_until_ready(values)
+            trial.critic_accumulate_seconds = time.perf_counter() - started
+    assert of_critic is not None
     started = time.perf_counter()
-    _, result = learner.apply(state, total)
+    _, result = learner.apply(state.critic, of_critic)
     if bool(result.skipped) and not result.overflow:
         trial.skipped = True
     seconds = time.perf_counter() - started
@@ -473,9 +492,11 @@ def estimate_times(
     )
     updates = algorithm.num_epochs * algorithm.num_minibatches
     update = passes * trial.accumulate_seconds + updates * trial.apply_seconds
-    if algorithm.has_critic:
-        passes_of_critic = trained * algorithm.num_epochs + SCORING * batches
-        update += passes_of_critic * trial.critic_accumulate_seconds
+    epochs_of_critic = critic_epochs(algorithm, config.critic)
+    if epochs_of_critic is not None:
+        # A critic that shares the policy's layers has no gradient of its own to time.
+        seconds = trial.critic_accumulate_seconds or trial.accumulate_seconds
+        update += (trained * epochs_of_critic + SCORING * batches) * seconds
         update += updates * trial.critic_apply_seconds
     tokens = float(trial.lengths.sum()) * longer
     # completions x tokens of one in the mean x seconds of a token

@@ -44,7 +44,7 @@ from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.loop import NOTHING_KEPT, Run
 from shoal.trainer.schedule import schedule_of
 from shoal.trainer.scorers import ModelScorer
-from shoal.trainer.update import num_scorings
+from shoal.trainer.update import critic_epochs, num_scorings
 from shoal.weights.checkpoints import Checkpoints, largest_array, versions
 from shoal.weights.source import ModelSource, copy_model_files
 
@@ -333,7 +333,7 @@ def open_recorder(
         job.model.dtype,
         config.algorithm.num_epochs,
         num_scorings(config.algorithm, config.teacher),
-        config.algorithm.has_critic,
+        critic_epochs(config.algorithm, config.critic),
     )
     recorder = Recorder(
         folder=folder,

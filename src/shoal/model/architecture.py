@@ -192,6 +192,9 @@ class Architecture:
     # True: in place of logits the head gives one number, [D, 1]: a critic's value, a reward model's
     # score.
     value_head: bool = False
+    # True: the head alone is trained, and is all that this model has of its own: that of a critic
+    # that shares the policy's layers.
+    shares_layers: bool = False
     # the type of the weights of frozen products; "": like all others
     quantised: Literal["", "int8", "float8_e4m3fn"] = ""
     # Tokens of the longest sequence that its positions are made for; 0: not known. Architectures

@@ -99,14 +99,15 @@ def model_flops(
     trained: Iterable[GroupLengths],
     num_epochs: int = 1,
     num_scorings: int = 0,
-    has_critic: bool = False,
+    critic_epochs: int | None = None,
 ) -> float:
     """Returns the operations of a whole step, whose prompts and completions are given as (tokens of
     a prompt, tokens of each of its completions): a forward pass over what was sampled; over what
     was trained on, a forward and a backward pass for each epoch and a forward pass for each scoring
     (the reference's, and the one before the first of several updates). With an adapter, the frozen
     weights get no gradient, so the backward pass counts as one forward pass over the products, not
-    two. A critic computes its values once, and has as many epochs."""
+    two. `critic_epochs`: a critic computes its values once, and then has so many epochs of its own;
+    0 if it shares the policy's layers, None without a critic."""
     trained = list(trained)
     forward_of_sampled = 0.0
     for prompt, completions in sampled:
@@ -120,8 +121,9 @@ def model_flops(
     flops = forward_of_sampled + passes * forward_of_trained
     if a.adapter:  # without the third pass, the gradients of frozen weights
         flops -= num_epochs * products_of_trained
-    if has_critic:
-        flops += model_flops(replace(a, value_head=True), (), trained, num_epochs, num_scorings=1)
+    if critic_epochs is not None:
+        critic = replace(a, value_head=True)
+        flops += model_flops(critic, (), trained, critic_epochs, num_scorings=1)
     return flops
 
 
@@ -135,7 +137,7 @@ class Utilisation:
     # number of forward passes over the trained tokens besides the updates: for old, reference and
     # teacher log-probs
     num_scorings: int
-    has_critic: bool = False
+    critic_epochs: int | None = None  # see `model_flops`
 
     @classmethod
     def on(
@@ -145,7 +147,7 @@ class Utilisation:
         dtype: Any,
         num_epochs: int = 1,
         num_scorings: int = 0,
-        has_critic: bool = False,
+        critic_epochs: int | None = None,
     ) -> Utilisation | None:
         """Returns the `Utilisation` of a model on these devices; None if there is no device, or the
         peak rate of one is unknown, as that of any CPU is."""
@@ -157,7 +159,7 @@ class Utilisation:
             peak += rate
         if not peak:
             return None
-        return cls(architecture, peak, num_epochs, num_scorings, has_critic)
+        return cls(architecture, peak, num_epochs, num_scorings, critic_epochs)
 
     def mfu(
         self, groups: Sequence[Group], entered: Container[tuple[int, int]], seconds: float
@@ -186,6 +188,6 @@ class Utilisation:
             trained,
             self.num_epochs,
             self.num_scorings,
-            self.has_critic,
+            self.critic_epochs,
         )
         return flops / (self.peak * seconds)

@@ -294,15 +294,7 @@ def param_specs(a: Architecture) -> Parameters:
     trained = a.adapter is None
     lm_head = None
     if a.value_head:
-        # An adapter has no part of it: a new head must be trained whole. From zeros all values are
-        # 0 at first.
-        lm_head = ParamSpec(
-            (a.hidden_size, 1),
-            ("embed", None),
-            init="zeros",
-            transposed=True,
-            name="score.weight",
-        )
+        lm_head = value_head_spec(a)
     elif not a.tie_embeddings:
         lm_head = ParamSpec(
             (a.hidden_size, a.vocab_size),
@@ -328,6 +320,15 @@ def param_specs(a: Architecture) -> Parameters:
         ),
         lm_head=lm_head,
         layer_embedding=_layer_embedding_specs(a) if a.layer_embedding_size else None,
+    )
+
+
+def value_head_spec(a: Architecture) -> ParamSpec:
+    """Returns the spec of a head that gives one number, [D, 1]."""
+    # An adapter has no part of it: a new head must be trained whole. From zeros all values are 0 at
+    # first.
+    return ParamSpec(
+        (a.hidden_size, 1), ("embed", None), init="zeros", transposed=True, name="score.weight"
     )
 
 
@@ -776,7 +777,11 @@ def active_size(a: Architecture, spec: ParamSpec) -> int:
 def trained_specs(a: Architecture) -> Parameters:
     """Returns the `param_specs` of the trained parameters, with None in place of the others; JAX's
     trees have no leaf there."""
-    return trained_of(param_specs(a))
+    trained = trained_of(param_specs(a))
+    if a.shares_layers:
+        of_others = jax.tree.map(lambda spec: None, trained)
+        return replace(of_others, lm_head=trained.lm_head)
+    return trained
 
 
 def trained_of(specs: Any) -> Any:
@@ -790,8 +795,8 @@ def trained_of(specs: Any) -> Any:
 
 def frozen_specs(a: Architecture) -> Parameters | None:
     """Returns the `param_specs` of the frozen parameters, with None in place of the others; None if
-    all parameters are trained."""
-    if not a.adapter:
+    all parameters are trained, or if those that are not are another model's."""
+    if not a.adapter or a.shares_layers:
         return None
 
     def if_frozen(spec: ParamSpec) -> ParamSpec | None:

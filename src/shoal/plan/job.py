@@ -71,9 +71,10 @@ from shoal.sampler.programs import CHUNK
 from shoal.sampler.scheduler import prompt_bucket
 from shoal.text import count
 from shoal.trainer.batch import LearnerBatch, TeacherStates, TeacherTop, ValueTargets
+from shoal.trainer.critic import Critic
 from shoal.trainer.scorers import shared_vocab_size, target_shapes
-from shoal.trainer.step import Learner, score_program, states_program, top_program
-from shoal.trainer.update import needs_old_logprobs, num_scorings
+from shoal.trainer.step import TrainState, score_program, states_program, top_program
+from shoal.trainer.update import critic_epochs, needs_old_logprobs, num_scorings
 from shoal.weights.sampler_copy import publication_program, published_shapes
 from shoal.weights.source import ModelSource, check_positions, planned_architecture
 
@@ -408,7 +409,7 @@ class PlannedJob:
         config = self.config
         algorithm = config.algorithm
         role = self.roles.trainer
-        state = self.learner.shapes()
+        state = self.job.state_shapes
         batch = self._batch(role)
         batch_bytes = bytes_per_device(batch)
         prompts = config.batch.prompts_per_step
@@ -454,12 +455,25 @@ class PlannedJob:
         runs_of_smaller = self._runs(prompts // minibatches)
         runs_of_larger = self._runs(prompts // minibatches + 1)
         runs_of_epoch = num_smaller * runs_of_smaller + num_larger * runs_of_larger
+        value_head = None
+        trained_batch = batch
+        if self.job.critic is not None and self.job.critic.shares_layers:
+            value_head = state.critic.trainable.lm_head
+            trained_batch = _with_value_targets(batch)
         planned["accumulate"] = Planned(
             programs["accumulate"],
             role,
-            (total, state.trainable, state.frozen, batch, state.loss_scale, targets),
+            (
+                total,
+                state.trainable,
+                state.frozen,
+                trained_batch,
+                state.loss_scale,
+                targets,
+                value_head,
+            ),
             runs=algorithm.num_epochs * runs_of_epoch,
-            batch_bytes=batch_bytes + self._target_bytes(targets),
+            batch_bytes=bytes_per_device(trained_batch) + self._target_bytes(targets),
             **self._row_loops(self.model),
         )
         moments_in_flight = 0
@@ -475,7 +489,7 @@ class PlannedJob:
         )
         critic = self.job.critic
         if critic is not None:
-            planned |= self._learning_of_critic(critic.learner, batch, planned, scored)
+            planned |= self._learning_of_critic(critic, state, batch, planned, scored)
         return planned
 
     def _scorer_program(self, name: str, model: Model) -> Program:
@@ -498,48 +512,52 @@ class PlannedJob:
 
     def _learning_of_critic(
         self,
-        learner: Learner,
+        critic: Critic,
+        state_of_policy: TrainState,
         policy_batch: LearnerBatch,
         of_policy: Mapping[str, Planned],
         scored: float,
     ) -> dict[str, Planned]:
         """Returns name -> program of the critic, each like the policy's of the same name:
-        `policy_batch` and `of_policy` are the policy's. `scored`: how often it computes values in a
+        `state_of_policy`, `policy_batch` and `of_policy` are the policy's. A critic that shares the
+        policy's layers has no `accumulate critic`. `scored`: how often it computes values in a
         step."""
         role = self.roles.trainer
-        batch = policy_batch.of_critic()
-        of_tokens = batch.weight
-        with_targets = replace(batch, targets=ValueTargets(of_tokens, of_tokens, of_tokens))
+        learner = critic.learner
+        batch = critic.read(policy_batch)
+        with_targets = _with_value_targets(batch)
         state = learner.shapes()
         programs: dict[str, Any] = learner.programs
         total = programs["zero"].eval_shape()
         loops = self._row_loops(learner.model)
-        return {
+        planned = {
             "score critic": Planned(
                 programs["score"],
                 role,
-                (state.parameters, batch),
+                (critic.parameters(state_of_policy), batch),
                 runs=scored,
                 batch_bytes=bytes_per_device(batch),
                 **loops,
-            ),
-            "accumulate critic": Planned(
+            )
+        }
+        if not critic.shares_layers:
+            planned["accumulate critic"] = Planned(
                 programs["accumulate"],
                 role,
-                (total, state.trainable, state.frozen, with_targets, state.loss_scale, None),
+                (total, state.trainable, state.frozen, with_targets, state.loss_scale, None, None),
                 runs=of_policy["accumulate"].runs,
                 batch_bytes=bytes_per_device(with_targets),
                 **loops,
-            ),
-            "apply critic": Planned(
-                programs["apply"],
-                role,
-                (total.loss, state.trainable, state.updates, state.loss_scale),
-                {"gradient": total.gradient, "moments": state.optimizer},
-                runs=of_policy["apply"].runs,
-                batch_bytes=of_policy["apply"].batch_bytes,
-            ),
-        }
+            )
+        planned["apply critic"] = Planned(
+            programs["apply"],
+            role,
+            (total.loss, state.trainable, state.updates, state.loss_scale),
+            {"gradient": total.gradient, "moments": state.optimizer},
+            runs=of_policy["apply"].runs,
+            batch_bytes=of_policy["apply"].batch_bytes,
+        )
+        return planned
 
     def _moments_in_flight(self, trainable: Parameters) -> int:
         """Returns the bytes of Adam's moments that are on a device at a time during an update with
@@ -741,7 +759,7 @@ class PlannedJob:
                 groups,
                 config.algorithm.num_epochs,
                 num_scorings(config.algorithm, config.teacher),
-                config.algorithm.has_critic,
+                critic_epochs(config.algorithm, config.critic),
             ),
             published_bytes=published_bytes,
             rates=self._rates(),
@@ -765,6 +783,12 @@ class PlannedJob:
             is_tpu=device.is_tpu,
             calibration=self.calibration,
         )
+
+
+def _with_value_targets(batch: LearnerBatch) -> LearnerBatch:
+    """Returns the shapes of a batch with what a critic learns of it."""
+    of_tokens = batch.weight
+    return replace(batch, targets=ValueTargets(of_tokens, of_tokens, of_tokens))
 
 
 def _cache_read_by(model: Model, caches: Sequence[Cache], number: int) -> Cache:

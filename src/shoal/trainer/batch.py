@@ -97,8 +97,8 @@ class LearnerBatch:
         return replace(self, targets=None)
 
     def of_critic(self) -> LearnerBatch:
-        """Returns the batch as a critic learns it, which chooses its own experts: without what the
-        sampler recorded."""
+        """Returns the batch as a critic learns it that has layers of its own, and chooses its own
+        experts: without what the sampler recorded."""
         return replace(self, support_ids=None, experts=None)
 
 

@@ -5,7 +5,9 @@ a step's tokens.
                                                       -> returns, which the critic learns
 
 A critic is a `Learner` whose model has a value head. Its state stands in the policy's
-(`TrainState.critic`), so that both are saved and resumed together.
+(`TrainState.critic`), so that both are saved and resumed together. A critic that shares the
+policy's layers (`critic.shared`) has nothing of its own but the head: the policy's update computes
+the gradient of both losses.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from shoal.config.sections.critic import CriticSection
 from shoal.config.sections.optimizer import OptimizerSection
 from shoal.config.train import Config
 from shoal.model.architecture import Architecture
+from shoal.model.parameters import joined
 from shoal.model.transformer import Model
 from shoal.protocols import Printer
-from shoal.records import Group, ShoalError
+from shoal.records import Group, Params, ShoalError
 from shoal.runs.metrics import MetricSet
-from shoal.trainer.batch import TokenValues, ValueTargets
-from shoal.trainer.step import Learner
+from shoal.trainer.batch import LearnerBatch, TokenValues, ValueTargets
+from shoal.trainer.loss import VALUES
+from shoal.trainer.step import GradientSum, Learner, TrainState
 from shoal.trainer.step_table import StepTable
 from shoal.weights.source import ModelSource, open_model, section_of
 
@@ -73,9 +77,10 @@ def find_critic(config: Config, policy: ModelSource, console: Printer | None) ->
     return critic
 
 
-def critic_architecture(policy: Architecture) -> Architecture:
-    """Returns the architecture of a policy's critic: the same layers, with a value head."""
-    return replace(policy, value_head=True)
+def critic_architecture(policy: Architecture, shared: bool = False) -> Architecture:
+    """Returns the architecture of a policy's critic: the same layers, with a value head. `shared`:
+    the layers are the policy's own."""
+    return replace(policy, value_head=True, shares_layers=shared)
 
 
 @dataclass(frozen=True)
@@ -96,14 +101,43 @@ class Critic:
     ) -> Critic:
         """Makes the critic of a policy, on its devices. `optimizer` are the policy's settings, of
         which all but the learning rate hold for both. The others are those of `Learner`."""
+        architecture = critic_architecture(policy.architecture, section.shared)
         learner = Learner(
-            replace(policy, architecture=critic_architecture(policy.architecture)),
+            replace(policy, architecture=architecture),
             ValueObjective(section.value_clip),
             replace(optimizer, lr=section.lr or optimizer.lr),
             num_updates,
             seed,
         )
         return cls(learner, section)
+
+    @property
+    def shares_layers(self) -> bool:
+        """True if the critic's layers are the policy's own."""
+        return self.section.shared
+
+    def parameters(self, state: TrainState) -> Params:
+        """Returns all parameters that the critic computes with, in a state of the trainer."""
+        assert state.critic is not None, "a run with a critic has its state"
+        if self.shares_layers:
+            return joined(state.critic.trainable, state.parameters)
+        return state.critic.parameters
+
+    def read(self, batch: LearnerBatch) -> LearnerBatch:
+        """Returns a micro-batch as the critic reads it."""
+        if self.shares_layers:
+            # The policy's layers send tokens to the experts that the sampler sent them to.
+            return replace(batch, support_ids=None)
+        return batch.of_critic()
+
+    def sum_of_head(self, state: TrainState, total: GradientSum) -> GradientSum:
+        """Returns the sum of a critic that shares the policy's layers, as `Learner.accumulate` of
+        one that does not would give it: the part of the policy's `total` that is the head's."""
+        assert state.critic is not None, "a run with a critic has its state"
+        # All but the head is None, in the gradient as in the state.
+        gradient = replace(state.critic.trainable, lm_head=total.value_head)
+        loss, sums = total.sums[VALUES]
+        return GradientSum(gradient, loss, sums, maxima={})
 
     def lam_of_returns(self, a: AlgorithmSection) -> float:
         """Returns the lambda of the returns that the critic learns."""

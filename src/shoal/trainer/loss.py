@@ -10,6 +10,7 @@ add up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ from shoal.algorithm.loss import Objective, metric_shapes, token_losses
 from shoal.algorithm.value_loss import ValueObjective, value_losses, value_metric_shapes
 from shoal.config.choices import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, REJECTIONS
 from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.critic import CriticSection
 from shoal.config.sections.model import TeacherSection
 from shoal.mesh import Role
 from shoal.model.block import LayerAux, cast_weight
@@ -40,13 +42,19 @@ from shoal.records import Params
 from shoal.trainer.batch import LearnerBatch, TeacherStates, TeacherTop
 
 
-def make_objective(a: AlgorithmSection, teacher: TeacherSection | None = None) -> Objective:
-    """Returns what the settings of `algorithm` and `teacher` minimise, as an `Objective` with its
-    functions loaded."""
+def make_objective(
+    a: AlgorithmSection,
+    teacher: TeacherSection | None = None,
+    critic: CriticSection | None = None,
+) -> Objective:
+    """Returns what the settings of `algorithm`, `teacher` and `critic` minimise, as an `Objective`
+    with its functions loaded."""
     loss = POLICY_LOSSES[a.loss]
     correction = CORRECTIONS[a.correction]
     rejection = REJECTIONS[a.rejection]
     teacher = teacher or TeacherSection()
+    critic = critic or CriticSection()
+    has_value_loss = a.has_critic and critic.shared
     return Objective(
         loss=loss.load(),
         settings=tuple(loss.settings(a).items()),
@@ -64,6 +72,8 @@ def make_objective(a: AlgorithmSection, teacher: TeacherSection | None = None) -
         context_coef=a.context_coef,
         teacher_beta=teacher.beta if teacher.gives_distributions else None,
         teacher_coef=teacher.coef if teacher.gives_distributions else 0.0,
+        value_coef=critic.coef if has_value_loss else 0.0,
+        value_clip=critic.value_clip if has_value_loss else 0.0,
         correction=correction.load() if correction.function else None,
         learns_from_data=a.learns_from_data,
         correction_level=a.correction_level,
@@ -119,13 +129,23 @@ def batch_logprobs(
     platform's default). Entropies have a gradient only with `entropy_gradient`. If the batch has
     `support_ids`, the distributions are over these tokens alone.
     """
-    logprobs, entropies, _, _ = _token_values(
-        model, parameters, batch, chunk_elements, entropy_gradient
-    )
-    return logprobs, entropies
+    outputs = _token_outputs(model, parameters, batch, chunk_elements, entropy_gradient)
+    return outputs.logprobs, outputs.entropies
 
 
-def _token_values(
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What a forward pass gives of each token, float32[R, T]: 0 at prompts' tokens and at
+    padding."""
+
+    logprobs: jax.Array
+    entropies: jax.Array
+    divergences: jax.Array | None  # from a teacher
+    values: jax.Array | None  # of a critic that shares the layers, see `batch_values`
+    aux: tuple[LayerAux, ...]  # of each layer
+
+
+def _token_outputs(
     model: Model,
     parameters: Params,
     batch: LearnerBatch,
@@ -133,9 +153,10 @@ def _token_values(
     entropy_gradient: bool,
     teacher: TeacherStates | TeacherTop | None = None,
     beta: float | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, tuple[LayerAux, ...]]:
-    """Returns what `batch_logprobs` returns, the divergence from the teacher at each token, None
-    without a `beta`, and the aux of each layer."""
+    value_head: jax.Array | None = None,
+) -> TokenOutputs:
+    """Returns what `batch_logprobs` returns, the divergences from the teacher if there is a `beta`,
+    and the values if there is a `value_head`[D, 1]."""
     role = model.role
     hidden, tokens, aux = hidden_states(model, parameters, batch)
     before = role.split_rows(batch.before)
@@ -200,7 +221,16 @@ def _token_values(
 
     if divergences is not None:
         divergences = of_completions(divergences)
-    return of_completions(logprobs), of_completions(entropies), divergences, aux
+    values = None
+    if value_head is not None:
+        values = _values_of(model, value_head, states, batch)
+    return TokenOutputs(
+        logprobs=of_completions(logprobs),
+        entropies=of_completions(entropies),
+        divergences=divergences,
+        values=values,
+        aux=aux,
+    )
 
 
 def _comparison(
@@ -347,10 +377,24 @@ def batch_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.A
     all completions that follow it in its row."""
     role = model.role
     hidden, _, _ = hidden_states(model, parameters, batch)
-    states = _states_at(role, hidden, role.split_rows(batch.before)).astype(model.dtype)
-    head = cast_weight(model, output_head(parameters), ("embed", None))
-    values = role.join_rows(linear(head, states, jnp.float32)[..., 0])
-    return jnp.where(batch.segment != batch.prompt, values, 0.0)
+    states = _states_at(role, hidden, role.split_rows(batch.before))
+    return _values_of(model, output_head(parameters), states, batch)
+
+
+def _values_of(
+    model: Model, value_head: jax.Array, states: jax.Array, batch: LearnerBatch
+) -> jax.Array:
+    """Returns the values float32[R, T] that a `value_head`[D, 1] has of the hidden states[R, T, D]
+    before the tokens of a batch, which are the parts of rows that devices hold; 0 at prompts'
+    tokens and at padding."""
+    head = cast_weight(model, value_head, ("embed", None))
+    values = linear(head, states.astype(model.dtype), jnp.float32)[..., 0]
+    return jnp.where(batch.segment != batch.prompt, model.role.join_rows(values), 0.0)
+
+
+VALUES = "values"
+"""Name, among the sums of a micro-batch, of (loss, metrics) of a critic that shares the policy's
+layers."""
 
 
 def sum_shapes(model: Model, objective: Objective | ValueObjective) -> tuple[Any, Any]:
@@ -359,7 +403,11 @@ def sum_shapes(model: Model, objective: Objective | ValueObjective) -> tuple[Any
     if isinstance(objective, ValueObjective):
         return value_metric_shapes(objective), {}
     sums, maxima = metric_shapes(objective)
-    return sums | expert_shapes(model), maxima
+    sums |= expert_shapes(model)
+    if objective.value_coef:
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        sums[VALUES] = loss, value_metric_shapes(ValueObjective(objective.value_clip))
+    return sums, maxima
 
 
 def batch_loss(
@@ -368,15 +416,19 @@ def batch_loss(
     parameters: Params,
     batch: LearnerBatch,
     teacher: TeacherStates | TeacherTop | None = None,
+    value_head: jax.Array | None = None,
 ) -> Any:
     """Returns (loss, (sums, maxima, log-probs)) of a micro-batch: its part of the update's loss,
     its metrics (name -> (sum, count) and name -> (largest, count)), and its tokens' log-probs
     float32[R, T] without gradient; of a critic, whose objective is a `ValueObjective`, values in
-    place of log-probs. `teacher` is what the objective's divergence is from; None if it has
-    none."""
+    place of log-probs. `teacher` is what the objective's divergence is from; None if it has none.
+    `value_head`[D, 1] is that of a critic that shares the layers, whose loss is then added; None if
+    the objective's `value_coef` is 0."""
     if isinstance(objective, ValueObjective):
-        return _critic_loss(model, objective, parameters, batch)
-    lp, entropy, from_teacher, aux = _token_values(
+        values = batch_values(model, parameters, batch)
+        loss, sums = _loss_of_values(objective, values, batch)
+        return loss, (sums, {}, jax.lax.stop_gradient(values))
+    outputs = _token_outputs(
         model,
         parameters,
         batch,
@@ -384,11 +436,12 @@ def batch_loss(
         objective.entropy_coef > 0,
         teacher,
         objective.teacher_beta,
+        value_head,
     )
     token_loss, sums, maxima = token_losses(
         objective,
-        lp,
-        entropy,
+        outputs.logprobs,
+        outputs.entropies,
         advantage=batch.advantage,
         weight=batch.weight,
         loss_mask=batch.loss_mask,
@@ -396,18 +449,23 @@ def batch_loss(
         old_logprobs=batch.old_logprobs,
         sampler_logprobs=batch.sampler_logprobs,
         ref_logprobs=batch.ref_logprobs,
-        divergence=from_teacher,
+        divergence=outputs.divergences,
     )
-    sums |= expert_sums(model, batch, aux)
+    sums |= expert_sums(model, batch, outputs.aux)
     loss = (batch.weight * token_loss).sum()
-    return loss, (sums, maxima, jax.lax.stop_gradient(lp))
+    if outputs.values is not None:
+        value_objective = ValueObjective(objective.value_clip)
+        value_loss, value_sums = _loss_of_values(value_objective, outputs.values, batch)
+        sums[VALUES] = jax.lax.stop_gradient(value_loss), value_sums
+        loss += objective.value_coef * value_loss
+    return loss, (sums, maxima, jax.lax.stop_gradient(outputs.logprobs))
 
 
-def _critic_loss(
-    model: Model, objective: ValueObjective, parameters: Params, batch: LearnerBatch
-) -> Any:
-    """Returns what `batch_loss` returns, of a critic."""
-    values = batch_values(model, parameters, batch)
+def _loss_of_values(
+    objective: ValueObjective, values: jax.Array, batch: LearnerBatch
+) -> tuple[jax.Array, Any]:
+    """Returns (the part that a micro-batch has of the update's loss of its values[R, T], its
+    metrics)."""
     targets = batch.targets
     losses, sums = value_losses(
         objective,
@@ -416,5 +474,4 @@ def _critic_loss(
         returns=targets.returns,
         weight=targets.weight,
     )
-    loss = (targets.weight * losses).sum()
-    return loss, (sums, {}, jax.lax.stop_gradient(values))
+    return (targets.weight * losses).sum(), sums

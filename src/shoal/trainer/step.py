@@ -36,6 +36,7 @@ from shoal.model.parameters import (
     select,
     shardings_of,
     trained_specs,
+    value_head_spec,
 )
 from shoal.model.transformer import Model
 from shoal.records import Params, ShoalError
@@ -124,6 +125,8 @@ class GradientSum:
     loss: Any
     sums: Any  # name -> (sum, count); with experts also those of `loss.expert_sums`
     maxima: Any  # name -> (largest, count)
+    # [D, 1]: sum of gradients of the value head of a critic that shares the layers; None without
+    value_head: Any = None
 
 
 @dataclass(frozen=True)
@@ -231,16 +234,21 @@ class Learner:
     ) -> tuple[GradientSum, Any]:
         """Adds a micro-batch's gradient and metrics to `total` (None for the first one), which is
         donated. `state` is only read. `teacher` is what a teacher says of the micro-batch, on the
-        trainer's devices; None unless the objective has a divergence from it. Returns (the new sum,
-        the log-probs of the micro-batch's tokens, float32[R, T])."""
+        trainer's devices; None unless the objective has a divergence from it. If the objective has
+        the loss of a critic that shares the layers, the sum also has the gradient of its head.
+        Returns (the new sum, the log-probs of the micro-batch's tokens, float32[R, T])."""
         # The first micro-batch adds to zeros: a separate program for it doubled the longest
         # compilation (5 s), and this buffer is the only one, as layers add their gradients to it in
         # place.
         if total is None:
             total = self.programs["zero"]()
+        value_head = None
+        if isinstance(self.objective, Objective) and self.objective.value_coef:
+            assert state.critic is not None, "a critic that shares the layers has its state"
+            value_head = state.critic.trainable.lm_head
         on_device = put_batch(self.model, batch)
         return self.programs["accumulate"](
-            total, state.trainable, state.frozen, on_device, state.loss_scale, teacher
+            total, state.trainable, state.frozen, on_device, state.loss_scale, teacher, value_head
         )
 
     def apply(self, state: TrainState, total: GradientSum) -> tuple[TrainState, UpdateMetrics]:
@@ -369,14 +377,25 @@ def _gradient_programs(
 ) -> tuple[Callable, Callable, Callable]:
     """Returns three programs: one that makes a gradient sum of zeros, one that adds a micro-batch's
     gradient to a sum, one that computes log-probs alone. They are called as zero(), accumulate(sum,
-    trainable, frozen, batch, loss scale, teacher) and score(parameters, batch)."""
+    trainable, frozen, batch, loss scale, teacher, value head) and score(parameters, batch)."""
     # Log-probs keep the layout of rows if one process can read all of them.
     role = model.role
     everywhere = role.replicated
     split = shardings_of(trained_specs(model.architecture), role)
-    sums = GradientSum(split, everywhere, everywhere, everywhere)
+    shape_of_head = None
+    split_of_head = None
+    if isinstance(objective, Objective) and objective.value_coef:
+        spec = value_head_spec(model.architecture)
+        shape_of_head = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+        split_of_head = spec.sharding(role)
+    sums = GradientSum(split, everywhere, everywhere, everywhere, split_of_head)
     zero = role.jit(
-        partial(_zero, _gradient_shapes(model.architecture), *sum_shapes(model, objective)),
+        partial(
+            _zero,
+            _gradient_shapes(model.architecture),
+            *sum_shapes(model, objective),
+            shape_of_head,
+        ),
         out_shardings=sums,
     )
     accumulate = role.with_options(UPDATE_OPTIONS).jit(
@@ -436,10 +455,12 @@ def _gradient_shapes(a: Architecture) -> Params:
     return _map_specs(shape_of, a)
 
 
-def _zero(shapes: Params, sums: Mapping[str, Any], maxima: Mapping[str, Any]) -> GradientSum:
+def _zero(
+    shapes: Params, sums: Mapping[str, Any], maxima: Mapping[str, Any], value_head: Any
+) -> GradientSum:
     """Returns a `GradientSum` of zeros. `shapes` are those of the gradient, `sums` and `maxima`
-    those of the metrics (`sum_shapes`)."""
-    total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), sums, maxima)
+    those of the metrics (`sum_shapes`), `value_head` that of the head's gradient, None without."""
+    total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), sums, maxima, value_head)
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
 
 
@@ -452,18 +473,20 @@ def _accumulate(
     batch: LearnerBatch,
     scale: LossScale | None = None,
     teacher: TeacherStates | TeacherTop | None = None,
+    value_head: jax.Array | None = None,
 ) -> tuple[GradientSum, jax.Array]:
     """Returns `total` plus the gradient and metrics of one micro-batch, and the log-probs of its
     tokens. Compiled as the program of `Learner.accumulate`. `scale` multiplies the gradient that is
-    added, but neither loss nor metrics. `teacher` is what `batch_loss` takes."""
+    added, but neither loss nor metrics. `teacher` and `value_head` are what `batch_loss` takes."""
 
-    def loss(trainable: Params) -> Any:
-        return batch_loss(model, objective, joined(trainable, frozen), batch, teacher)
+    def loss(trainable: Params, value_head: jax.Array | None) -> Any:
+        parameters = joined(trainable, frozen)
+        return batch_loss(model, objective, parameters, batch, teacher, value_head)
 
     # The loss alone is differentiated; the metrics are auxiliary. A system that differentiates a
     # whole record, metrics included, gets 1/8 of the gradient.
     backward: Any
-    value, backward, (sums, maxima, lp) = jax.vjp(loss, trainable, has_aux=True)
+    value, backward, (sums, maxima, lp) = jax.vjp(loss, trainable, value_head, has_aux=True)
     # The backward pass adds each layer's gradient to the sum's own buffer: returned as a stack, the
     # gradients of the layers would need the memory of a second gradient.
     layers = jax.tree.map(jax.new_ref, total.gradient.blocks)
@@ -471,13 +494,15 @@ def _accumulate(
     # pass, while loss and metrics are not.
     seed = jnp.ones_like(value) if scale is None else scale.value
     # `rest` are the gradients outside of layers; those of layers have gone into `layers`.
-    (rest,) = backward.with_refs(replace(total.gradient, blocks=layers))(seed)
+    accumulators = replace(total.gradient, blocks=layers)
+    rest, of_head = backward.with_refs(accumulators, total.value_head)(seed)
     sum_outside = replace(total.gradient, blocks=None)
     gradient = jax.tree.map(jnp.add, sum_outside, replace(rest, blocks=None))
     value, sums = jax.tree.map(jnp.add, (total.loss, total.sums), (value, sums))
     maxima = jax.tree.map(jnp.maximum, total.maxima, maxima)
     gradient = replace(gradient, blocks=jax.tree.map(jax.freeze, layers))
-    return GradientSum(gradient, value, sums, maxima), lp
+    sum_of_head = jax.tree.map(jnp.add, total.value_head, of_head)
+    return GradientSum(gradient, value, sums, maxima, sum_of_head), lp
 
 
 def _apply(

@@ -22,6 +22,7 @@ from shoal.algorithm.aggregation import token_weights
 from shoal.algorithm.loss import token_kl
 from shoal.config.choices import AGGREGATIONS, KL_ESTIMATORS
 from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.critic import CriticSection
 from shoal.config.sections.model import TeacherSection
 from shoal.config.sections.optimizer import BatchSection
 from shoal.protocols import Scorer
@@ -30,10 +31,10 @@ from shoal.runs.metrics import MetricSet
 from shoal.stop import StopSignal
 from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
 from shoal.trainer.critic import Critic, StepValues
-from shoal.trainer.loss import LOAD, REROUTED, make_objective
+from shoal.trainer.loss import LOAD, REROUTED, VALUES, make_objective
 from shoal.trainer.own_advantage import OwnAdvantage
 from shoal.trainer.scorers import ParameterScorer
-from shoal.trainer.step import Learner, TrainState, UpdateMetrics
+from shoal.trainer.step import GradientSum, Learner, TrainState, UpdateMetrics
 from shoal.trainer.step_table import StepTable
 from shoal.trainer.teachers import Teachers
 
@@ -69,6 +70,14 @@ def needs_old_logprobs(a: AlgorithmSection, scores_samples: bool) -> bool:
     several_updates = make_objective(a).use_old
     kl_in_reward = a.kl_placement == "reward" and a.kl_coef > 0
     return several_updates or kl_in_reward or scores_samples
+
+
+def critic_epochs(a: AlgorithmSection, critic: CriticSection) -> int | None:
+    """Returns how many epochs of its own a critic has: 0 if the policy's update trains it too,
+    because it shares the policy's layers; None without a critic."""
+    if not a.has_critic:
+        return None
+    return 0 if critic.shared else a.num_epochs
 
 
 def num_scorings(a: AlgorithmSection, teacher: TeacherSection) -> int:
@@ -224,16 +233,17 @@ class Updater:
                     self._measure_own_routes(state, batches[-1], metrics)
                 # Before the first update a stop costs nothing: the state can still be saved.
                 patience_seconds = 0.0 if state is first_state else PATIENCE_SECONDS
-                if updates_policy:
+                if updates_policy or self._shares_layers:
                     state = self._update_once(
                         state,
                         batches,
                         result,
                         keep=precomputed.old_logprobs is None,
                         patience_seconds=patience_seconds,
+                        updates_policy=updates_policy,
                     )
                     patience_seconds = PATIENCE_SECONDS
-                if self.critic is not None:
+                if self.critic is not None and not self._shares_layers:
                     state = self._update_critic(
                         self.critic, state, batches, metrics, patience_seconds
                     )
@@ -249,6 +259,11 @@ class Updater:
         metrics.add("time/update_seconds", seconds)
         metrics.add("throughput/train_tokens_per_second", trained, seconds)
         return state, result
+
+    @property
+    def _shares_layers(self) -> bool:
+        """True if there is a critic whose layers are the policy's own."""
+        return self.critic is not None and self.critic.shares_layers
 
     def _measure_own_routes(self, state: TrainState, batch: MicroBatch, metrics: MetricSet) -> None:
         """Adds the difference of trainer and sampler log-probs that a micro-batch would have if the
@@ -392,8 +407,7 @@ class Updater:
             policy = ParameterScorer(self.learner, state.parameters)
         critic: Scorer | None = None
         if self.critic is not None:
-            assert state.critic is not None, "a run with a critic has its state"
-            critic = ParameterScorer(self.critic.learner, state.critic.parameters)
+            critic = ParameterScorer(self.critic.learner, self.critic.parameters(state))
         if all(scorer is None for scorer in (policy, self.reference, teachers, critic)):
             return PrecomputedLogprobs()
         # Scoring reads tokens alone, so advantages and weights are zeros: they are computed once a
@@ -403,13 +417,15 @@ class Updater:
         batches = self._packed(groups, included, advantages=zeros, weights=zeros)
         # The recorded experts are those of the policy: other models choose their own.
         others = [batch.with_own_routes() for batch in batches]
+        of_critic = []
+        if self.critic is not None:
+            for batch in batches:
+                of_critic.append(replace(batch, arrays=self.critic.read(batch.arrays)))
         return PrecomputedLogprobs(
             old_logprobs=self._scores(policy, batches),
             ref_logprobs=self._scores(self.reference, others),
             teacher=self._teacher_scores(teachers, state, batches),
-            values=self._scores(
-                critic, [replace(batch, arrays=batch.arrays.of_critic()) for batch in batches]
-            ),
+            values=self._scores(critic, of_critic),
         )
 
     @property
@@ -516,9 +532,11 @@ class Updater:
         result: UpdateResult,
         keep: bool,
         patience_seconds: float,
+        updates_policy: bool = True,
     ) -> TrainState:
         """Makes one update of the weights from its micro-batches, and adds its metrics to `result`.
-        There is at least one micro-batch.
+        There is at least one micro-batch. The head of a critic that shares the policy's layers is
+        updated too; it alone unless `updates_policy`.
 
         With `keep` the log-probs of the micro-batches, which are from before this update, are
         stored in `result`. A requested stop waits up to `patience_seconds` before it interrupts.
@@ -530,11 +548,18 @@ class Updater:
             targets = None
             if self.teachers is not None and self.teachers.section.gives_distributions:
                 targets = self.teachers.targets(state.parameters, batch)
-            total, lp = self.learner.accumulate(total, state, batch.arrays.of_policy(), targets)
+            arrays = batch.arrays if self._shares_layers else batch.arrays.of_policy()
+            total, lp = self.learner.accumulate(total, state, arrays, targets)
             logprobs.append(lp)
         assert total is not None
+        if self.critic is not None and self._shares_layers:
+            of_critic = self.critic.sum_of_head(state, total)
+            state = self._apply_to_critic(self.critic, state, of_critic, result.metrics)
+        if not updates_policy:
+            return state
         # `apply` donates the gradient in `total`, so these are taken out first.
-        sums = total.sums
+        sums = dict(total.sums)
+        sums.pop(VALUES, None)
         maxima = total.maxima
         state, applied = self.learner.apply(state, total)
         kept_logprobs = logprobs if keep else []
@@ -571,15 +596,24 @@ class Updater:
         metrics: MetricSet,
         patience_seconds: float,
     ) -> TrainState:
-        """Makes one update of the critic from the micro-batches of an update, and adds its metrics.
-        Returns the state with the critic's new one. A requested stop waits up to
-        `patience_seconds` before it interrupts."""
+        """Makes one update of a critic with layers of its own from the micro-batches of an update,
+        and adds its metrics. Returns the state with the critic's new one. A requested stop waits up
+        to `patience_seconds` before it interrupts."""
         assert state.critic is not None, "a run with a critic has its state"
         total = None
         for batch in batches:
             self.stop.check(patience_seconds)
-            total, _ = critic.learner.accumulate(total, state.critic, batch.arrays.of_critic())
+            arrays = critic.read(batch.arrays)
+            total, _ = critic.learner.accumulate(total, state.critic, arrays)
         assert total is not None
+        return self._apply_to_critic(critic, state, total, metrics)
+
+    def _apply_to_critic(
+        self, critic: Critic, state: TrainState, total: GradientSum, metrics: MetricSet
+    ) -> TrainState:
+        """Updates the critic with the sum `total` of an update's micro-batches, which is donated,
+        and adds its metrics. Returns the state with the critic's new one."""
+        assert state.critic is not None, "a run with a critic has its state"
         sums = total.sums  # taken out first, as `apply` donates what is in `total`
         critic_state, applied = critic.learner.apply(state.critic, total)
         sums, applied = jax.device_get((sums, applied))

@@ -11,6 +11,13 @@ from shoal.config.key import at_least, key, require
 class CriticSection:
     """The keys `critic.*`, which count with algorithm.advantage=gae."""
 
+    shared: bool = key(False, stages=("update",), on_resume="fixed")
+    """Put the head on the policy's own layers, in place of a second model: no memory for another
+    model, and one forward and backward pass for both. The layers then learn to say values too, by
+    critic.coef, which changes the policy."""
+    coef: float = key(0.1, stages=("update",))
+    """Factor of the loss of the values in the gradient of the layers, with critic.shared (TRL's
+    vf_coef)."""
     path: str = key("", stages=("update",), on_resume="fixed")
     """Checkpoint whose layers the critic begins with, of the model's sizes and vocabulary; empty
     for the model's own. The head that gives values is new, and trained whole. With model.lora.* the
@@ -35,6 +42,18 @@ class CriticSection:
         at_least(self, "critic.", 0, "lr", note="optimizer.lr")
         at_least(self, "critic.", 0, "value_clip", note="off")
         at_least(self, "critic.", 0, "warmup_steps")
+        require(
+            self.coef > 0,
+            "critic.coef",
+            self.coef,
+            "a number above 0: the head learns nothing with 0",
+        )
+        require(
+            not (self.shared and self.path),
+            "critic.path",
+            self.path,
+            "empty with critic.shared=true: the critic has the policy's layers",
+        )
         require(
             0 <= self.lam <= 1 or self.lam == -1,
             "critic.lam",

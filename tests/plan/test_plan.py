@@ -50,6 +50,7 @@ from shoal.config.commands import PlanConfig
 from shoal.config.derived import longest_sequence
 from shoal.config.key import build, get_value, keys_of
 from shoal.config.sections.algorithm import AlgorithmSection
+from shoal.config.sections.critic import CriticSection
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import ModelSection, TeacherSection
 from shoal.config.sections.optimizer import BatchSection, OptimizerSection
@@ -151,6 +152,30 @@ def test_a_critic_is_held_and_its_programs_are_the_runs(model, planned):
         assert of_critic.program is critic.learner.programs[name]
         # The arguments are those that the program takes.
         of_critic.program.lower(*of_critic.args, **of_critic.kwargs)
+
+
+@pytest.mark.slow
+def test_a_critic_on_the_policys_layers_is_a_head(model, planned):
+    mesh = MeshSection(trainer="1")
+    algorithm = AlgorithmSection(advantage="gae", num_minibatches=2)
+    config = Config(
+        model=model,
+        mesh=mesh,
+        sampling=SAMPLING,
+        batch=BATCH,
+        algorithm=algorithm,
+        critic=CriticSection(shared=True),
+    )
+    job = planned(config)
+    held = {item.part: item.bytes for item in job.budget().items_of("trainer", "always")}
+    assert held["critic"] == 4 * job.job.model.architecture.hidden_size
+    assert held["critic's moments"] == 2 * held["critic"]
+    programs = job.programs()
+    assert "accumulate critic" not in programs
+    for name in ("accumulate", "score critic", "apply critic"):
+        programs[name].program.lower(*programs[name].args, **programs[name].kwargs)
+    alone = planned(replace(config, critic=CriticSection()))
+    assert job._planned_step().model_flops < alone._planned_step().model_flops
 
 
 @pytest.mark.slow

@@ -451,7 +451,10 @@ def test_the_gradient_of_both_losses_is_the_same_on_a_mesh(sizes: dict[str, int]
 
 def test_a_critic_that_shares_the_layers_has_a_head_alone():
     specs = trained_specs(SHARED)
-    assert jax.tree.leaves(specs) == [specs.lm_head] and specs.lm_head.shape == (64, 1)
+    assert jax.tree.leaves(specs) == [specs.lm_head] and specs.lm_head.shape == (
+        SMALL.hidden_size,
+        1,
+    )
     assert frozen_specs(SHARED) is None
 
 

@@ -458,6 +458,7 @@ class PlannedJob:
         value_head = None
         trained_batch = batch
         if self.job.critic is not None and self.job.critic.shares_layers:
+            assert state.critic is not None, "a job with a critic has its state"
             value_head = state.critic.trainable.lm_head
             trained_batch = _with_value_targets(batch)
         planned["accumulate"] = Planned(

@@ -9,7 +9,7 @@ out), and makes one update of AdamW. Completions are all as long as they may be;
 `8M-lognormal` have lognormal lengths (median 150, sigma 1), cut at
 512. `computed`: tokens that the update computes, over those that are real (prompts once a group,
      and completions).
-`--lora`: ranks of an adapter that is trained in place of all weights (0: none), one after the
+`--lora`: ranks of an adapter that is trained instead of all weights (0: none), one after the
 other. `--turns`: the shapes are measured so often in turns, and then compared with the first one:
 on a busy machine the ratios say more than the seconds.
 

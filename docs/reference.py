@@ -98,7 +98,7 @@ ELSEWHERE: Mapping[str, tuple[str, str]] = {
     "time/sample_seconds": ("", "`timing_s/gen`"),
     "time/reward_seconds": ("", "`timing_s/reward`"),
     "time/update_seconds": ("", "`timing_s/update_actor`"),
-    "mfu": ("`perf/mfu_wall_clock`", "`perf/mfu/actor`, of updates alone"),
+    "mfu": ("`perf/mfu_wall_clock`", "`perf/mfu/actor`, of updates only"),
 }
 """Metric -> what TRL and verl call the same thing."""
 
@@ -153,7 +153,7 @@ DIFFERENCES: dict[str, Difference] = {
         "TRL",
         "completions for which every reward function returns `None`",
         "stay in every denominator",
-        "leave the denominator",
+        "are left out of the denominator",
     ),
     "trl updates": Difference(
         "TRL",
@@ -177,19 +177,19 @@ DIFFERENCES: dict[str, Difference] = {
         "TRL",
         "`max_staleness`",
         "learns from groups as they finish; drops a sample that is older when its turn comes",
-        "a step learns from the groups it asked for; none starts on older weights, so none is "
-        "dropped",
+        "a step learns from the groups that were requested for it; none starts on older weights, "
+        "so none is dropped",
     ),
     "trl weights in flight": Difference(
         "TRL",
         "`AsyncGRPOTrainer`",
-        "the sampler's weights change while completions go on",
-        "each completion is of one version, unless `train.versions=newest`",
+        "the sampler's weights change in the middle of completions",
+        "each completion comes from one version, unless `train.versions=newest`",
     ),
     "verl staleness_threshold": Difference(
         "verl",
         "`async_training.staleness_threshold`",
-        "bounds the samples drawn ahead; a long completion may be older when its turn comes",
+        "bounds the samples taken ahead; a long completion may be older when its turn comes",
         "bounds the age of the weights that a group starts on",
     ),
     "verl longest response": Difference(
@@ -232,14 +232,15 @@ DIFFERENCES: dict[str, Difference] = {
     "verl geo_mean": Difference(
         "verl",
         "`loss_mode=geo_mean` with `rollout_is=token` or several micro-batches",
-        "one weight a completion; the micro-batches' means are added up",
-        "a weight a token; micro-batches change no number",
+        "one weight per completion; the micro-batches' means are added up",
+        "one weight per token; micro-batches change no number",
     ),
     "verl whitening": Difference(
         "verl",
         "`adv_estimator` `reinforce_plus_plus`, `reinforce_plus_plus_baseline`, `gdpo`",
         "divides by the root of the variance + 1e-8",
-        "divides by the deviation + `algorithm.std_eps`: 33 to 75% apart at deviations near 1e-4",
+        "divides by the standard deviation + `algorithm.std_eps`: 33 to 75% apart at deviations "
+        "near 1e-4",
     ),
     "verl clamp of the ratio": Difference(
         "verl, Tunix",
@@ -251,7 +252,7 @@ DIFFERENCES: dict[str, Difference] = {
         "Tunix",
         "completions for which a reward function returns `None` or NaN",
         "count as reward 0",
-        "leave their group's mean and the denominator",
+        "are left out of their group's mean and of the denominator",
     ),
     "tunix micro-batches": Difference(
         "Tunix",
@@ -276,7 +277,7 @@ DIFFERENCES: dict[str, Difference] = {
         "TorchRL",
         "the gradient",
         "an eighth by default, since the recipe averages logged values into the loss",
-        "whole: a bound of the gradient's norm acts earlier",
+        "not scaled, so a limit on the gradient's norm acts earlier",
     ),
     "sampler ratios": Difference(
         "MaxText",
@@ -294,8 +295,8 @@ DIFFERENCES: dict[str, Difference] = {
     "trl warm-up": Difference(
         "TRL, verl, MaxText",
         "the first update of a warm-up of n updates",
-        "has the rate 0",
-        "has 1/n of the rate",
+        "has learning rate 0",
+        "has 1/n of the learning rate",
     ),
     "verl rejected whitening": Difference(
         "verl",
@@ -308,18 +309,18 @@ DIFFERENCES: dict[str, Difference] = {
         "`rollout_rs` by token with `loss_agg_mode=seq-mean-token-mean`, `loss_mode` `sapo`, "
         "`geo_mean`",
         "the mean of a completion is over the tokens that are kept",
-        "it is over all its tokens, the rejected as 0",
+        "it is over all its tokens, with rejected ones as 0",
     ),
     "verl weight decay": Difference(
         "verl, MaxText",
         "weight decay",
         "of all parameters, norms and biases included",
-        "of matrices alone",
+        "of matrices only",
     ),
     "trl sft newline": Difference(
         "TRL",
-        "`shoal sft`: the newline that a chat template writes behind an end of turn",
-        "is learned, one or two tokens a turn",
+        "`shoal sft`: the newline that a chat template writes after an end of turn",
+        "is learned, one or two tokens per turn",
         "is context: an answer ends with its end of turn",
     ),
     "trl pad row": Difference(
@@ -337,8 +338,8 @@ DIFFERENCES: dict[str, Difference] = {
     "trl metric reward_std": Difference(
         "TRL",
         "the metric `reward_std`",
-        "the deviation of all rewards of a step",
-        "`reward/std` is the mean of the deviations within groups",
+        "the standard deviation of all rewards of a step",
+        "`reward/std` is the mean of the standard deviations within groups",
     ),
     "trl metric kl": Difference(
         "TRL",
@@ -360,7 +361,7 @@ DIFFERENCES: dict[str, Difference] = {
     ),
     "verl critic mean": Difference(
         "verl",
-        "the critic's loss with another `loss_agg_mode` than `token-mean`",
+        "the critic's loss with a `loss_agg_mode` other than `token-mean`",
         "aggregated by `loss_agg_mode`",
         "the mean over tokens",
     ),
@@ -373,7 +374,7 @@ DIFFERENCES: dict[str, Difference] = {
     "verl metric length": Difference(
         "verl",
         "the metric `response_length/clip_ratio`",
-        "responses as long as the longest possible, ended there or not",
+        "responses of the greatest possible length, whether they ended there or not",
         "`completions/truncated` are those that the limit ended",
     ),
 }
@@ -422,7 +423,7 @@ _INSTALLATION: tuple[tuple[str, str], ...] = (
     (
         "`pip install -r sota-implementations/grpo/requirements_gsm8k.txt`, "
         "`requirements_ifeval.txt`",
-        "`shoal compat FOLDER` writes files of these names, which ask for nothing",
+        "`shoal compat FOLDER` writes files of these names, which require nothing",
     ),
     (
         "`pip install` of vllm, tpu-inference, flash-attn, deepspeed, math-verify",
@@ -443,7 +444,7 @@ _INSTALLATION: tuple[tuple[str, str], ...] = (
         "Hugging Face's format, which TorchRL's `model.name` reads",
     ),
 )
-"""Lines and names of other systems' documents that are no flags -> what stands for them."""
+"""Lines and names of other systems' documents that are not flags -> what stands for them."""
 
 _MIGRATING_HEAD = """\
 # Migrating
@@ -453,7 +454,7 @@ know which numbers differ.
 
 <!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
 
-A page for each system, with its lines in Shoal's words and every flag: ^^.
+Each system has a page with its command lines in Shoal's keys and with every flag: ^^.
 
 `shoal train` and `shoal doctor` accept the flags of MaxText, TorchRL, TRL, Tunix and verl under
 their own names, and so do `shoal eval` and `shoal convert` if the flag has a use there. They work
@@ -490,8 +491,8 @@ The commands of these systems' documents that install them are not needed here; 
 &&
 
 verl's functions get `reward_model.ground_truth` of each row. Rows whose `reward_model` has none, or
-is a text of JSON in place of an object, are an error that counts them and names the first, before
-any step.
+is JSON text instead of an object, are an error before any step, which counts them and names the
+first.
 
 TorchRL's metrics have other names here: `training/loss_objective` is `objective`,
 `training/clip_fraction` `clip/fraction`, `training/kl_to_ref` `kl`, `training/kl_to_inference`
@@ -500,8 +501,8 @@ TorchRL's metrics have other names here: `training/loss_objective` is `objective
 `reward/mean`, `buffer/seq_length_mean` `completions/length_mean`.
 
 A mapping in a file below a key without effect (`accelerator_config`,
-`gradient_checkpointing_kwargs`) has none either, and TRL's `max_steps=-1` is as if it were not
-there. A schedule that ends before the run (`learning_rate_schedule_steps`, Tunix's `decay_steps`)
+`gradient_checkpointing_kwargs`) has none either, and TRL's `max_steps=-1` counts as not
+set. A schedule that ends before the run (`learning_rate_schedule_steps`, Tunix's `decay_steps`)
 is an error.
 
 TRL's `delta` below 1 + `epsilon_high` is an error: TRL then also bounds the ratio of completions
@@ -514,12 +515,12 @@ Shoal accepts these flags and recipes, but the numbers differ:
 _FLAGS_HEAD = """\
 # Coming from @@
 
-After reading this page you can run your line of @@ here, or write it in Shoal's words, and know
-which numbers differ.
+After reading this page you can run your command line of @@ here, or write it with Shoal's keys, and
+know which numbers differ.
 
 <!-- made by `python docs/reference.py`; change the tables in `src/shoal/compat/` instead -->
 
-$$Your line, the same flags here, and the same job in Shoal's own keys:
+$$Your command line, the same flags here, and the same job in Shoal's own keys:
 
 ```text
 ??
@@ -616,7 +617,7 @@ _PLACES = (
         "`recipe=scalerl`, `recipe=prime-rl`; `recipe=verl` sets those of verl's file with "
         "`algorithm.adv_estimator=grpo`, but neither `actor_rollout_ref.rollout.n` nor "
         "`trainer.total_epochs`; the script `verl.trainer.main_ppo` has verl's own "
-        "where nothing is said: `gae` with a critic, one completion of each prompt, 30 epochs",
+        "unless you set them: `gae` with a critic, one completion of each prompt, 30 epochs",
     ),
     (
         "a paper's settings",
@@ -638,7 +639,7 @@ def flags_page(system: str) -> str:
     table = "\n".join(
         f"| {' | '.join(row)} |" for row in (("setting", "there", "here"), ("---",) * 3, *rows)
     )
-    differ = f"What differs, though it is accepted:\n\n{table}\n\n" if rows else ""
+    differ = f"These are accepted, but the numbers differ:\n\n{table}\n\n" if rows else ""
     unchanged = ""
     if job.theirs.startswith("python3 -m "):
         command, module, name, *_ = job.theirs.split()
@@ -707,20 +708,20 @@ shoal compat doors             # writes their scripts under the paths that are t
 cd doors && export PATH="$PWD/bin:$PATH"
 ```
 
-In that folder type a line as its document has it, also `python3 -m ...` and `bash ...`; `bin/trl`
-stands for `trl`. Configuration files that the line names are read from disk where they are; without
-them the packaged presets of the same names stand in. In a checkout of their repository nothing is
-overwritten: write the scripts elsewhere and type the path to one, `python3 ../doors/grpo.py
+In that folder type a line as it stands in its document, also `python3 -m ...` and `bash ...`;
+`bin/trl` replaces `trl`. Configuration files that the line names are read from disk if they exist;
+otherwise the packaged presets of the same names are used. In a checkout of their repository nothing
+is overwritten: write the scripts elsewhere and type the path to one, `python3 ../doors/grpo.py
 env.dataset=ifeval`; `config/grpo_gsm8k.yaml` is then read from the checkout.
 
 A line that starts a module, `python3 -m verl.trainer.main_ppo ...`, also runs in your own folder,
-so that its relative paths stay: set `PYTHONPATH` to the folder of the scripts,
+so that its relative paths stay valid: set `PYTHONPATH` to the folder of the scripts,
 `PYTHONPATH="$PWD/doors"`. The other system itself must not be installed for this Python, or its own
 module starts.
 
-A test makes a dry run of every line, with small models in place of those that it names, and
-compares the step below; some lines of each system it runs to their end. Lines marked with a bucket
-have folders in its place. *needs*: the line ends with one sentence that names it.
+A test makes a dry run of every line, with small models instead of those that it names, and compares
+the step below; it runs some lines of each system to their end. In lines marked *bucket*, the test
+uses a folder instead of the bucket. *needs*: the line ends with an error that names what it needs.
 """
 
 

@@ -16,7 +16,7 @@ from shoal.weights.hub import locate
 
 LIMITS = (Path(__file__).parents[1] / "docs" / "limits.md").read_text(encoding="utf-8")
 ROWS = [line.split(" | ")[0].removeprefix("| ") for line in LIMITS.splitlines() if " | " in line]
-ROWS = [row for row in ROWS if row not in ("not there", "---")]
+ROWS = [row for row in ROWS if row not in ("not supported", "---")]
 
 REFUSED = {
     "DoRA and other": ("--use_peft true --use_dora true", "an adapter is plain LoRA"),

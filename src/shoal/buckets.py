@@ -110,7 +110,8 @@ def cache_path(url: str, area: str, key: str = "") -> Path:
     parts = [part for part in rest.split("/") if part not in ("", ".")]
     if not parts or ".." in parts or "\0" in rest:
         raise ShoalError(
-            f"{_named(key, url)}: expected SCHEME://BUCKET/PATH without '..', as s3://bucket/run, "
+            f"{_named(key, url)}: expected SCHEME://BUCKET/PATH without '..', such as "
+            "s3://bucket/run, "
             "or SCHEME://BUCKET"
         )
     return cache_folder("buckets").resolve() / area / scheme.lower() / Path(*parts)
@@ -564,8 +565,8 @@ def fetch_into(
     for name, remote in whole.items():
         if to / name in wanted and now.get(name) != remote:
             raise ShoalError(
-                f"{_named(key, url)}: {name} changed while it was fetched: give the same command "
-                "again when nobody writes there"
+                f"{_named(key, url)}: {name} changed while it was fetched: repeat the command "
+                "when nobody writes there"
             )
 
 

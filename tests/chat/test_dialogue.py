@@ -202,7 +202,7 @@ def test_a_call_that_the_template_leaves_out_is_found(tmp_path: Path):
     twice = {**SAYS_BEFORE, "tool_calls": SAYS_BEFORE["tool_calls"] * 2}
     dialogue = [OF_FAMILIES[0], twice, *OF_FAMILIES[2:]]
     for family, left_out in (
-        ("gpt_oss", ["tool calls behind the first of a message"]),
+        ("gpt_oss", ["tool calls after the first of a message"]),
         ("gemma4", []),
     ):
         tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / family, family))

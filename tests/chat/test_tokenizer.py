@@ -543,10 +543,10 @@ def test_a_file_of_data_is_no_chat_template(tmp_path, text):
     write_tokenizer(tmp_path)
     file = tmp_path / "rows.jsonl"
     file.write_text(text)
-    with pytest.raises(ShoalError, match="does not use `messages`, so it is none"):
+    with pytest.raises(ShoalError, match="does not use `messages`, so it is not a chat template"):
         Tokenizer.load(tmp_path, str(file))
     (tmp_path / "chat_template.jinja").write_text(text)
-    with pytest.raises(ShoalError, match="does not use `messages`, so it is none"):
+    with pytest.raises(ShoalError, match="does not use `messages`, so it is not a chat template"):
         Tokenizer.load(tmp_path)
 
 
@@ -697,7 +697,7 @@ def test_no_tokenizer_or_a_broken_one(tmp_path):
     with pytest.raises(ShoalError, match=r"no tokenizer\.json"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(ShoalError, match="no valid tokenizer"):
+    with pytest.raises(ShoalError, match="not a valid tokenizer"):
         Tokenizer.load(tmp_path)
     write_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")

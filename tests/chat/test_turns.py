@@ -933,7 +933,7 @@ def test_templates_without_tools_or_ends_are_refused(ours, tmp_path):
         "message['content'] | trim", "(message.tool_calls or '') | tojson"
     )
     tokenizer = Tokenizer.load(write_chat_tokenizer(tmp_path / "2", "qwen2_5", no_answers))
-    with pytest.raises(ShoalError, match="no place for answers"):
+    with pytest.raises(ShoalError, match="no place for tool answers"):
         TurnFormat(tokenizer, SCHEMAS)
     glm = (
         "{% for c in message.tool_calls %}<tool_call>{{ c.function.name }}<arg>{{ "

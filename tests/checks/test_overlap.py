@@ -72,7 +72,7 @@ def test_the_warning() -> None:
     found = Overlap(30, 3, 1, "Find the number " + "x " * 90, "train.jsonl, line 812")
     text = found.warning("held_out", "outputs/a")
     assert text.startswith(
-        "held_out: 3 of 30 questions have 13 words in a row that training data of outputs/a has "
-        "too, 1 of them all their words, so that figures on them say little; the first is 'Find "
+        "held_out: 3 of 30 questions share 13 consecutive words with the training data of "
+        "outputs/a, 1 of them completely, so figures on them say little; the first is 'Find "
     )
     assert text.endswith("in train.jsonl, line 812")

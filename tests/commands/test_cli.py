@@ -224,7 +224,7 @@ def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
 def test_a_run_to_go_on_with_must_be_there(calls, capsys, run):
     for words, part in (
         (["resume=last", f"base_output_directory={run}"], f"no run was started under {run} yet"),
-        ([f"resume={run.parent}"], "is no run folder"),
+        ([f"resume={run.parent}"], "is not a run folder"),
         (["resume=last", "base_output_directory=zz://a"], "zz:// is not known"),
     ):
         assert cli.main(["train", *words, "--dry-run"]) == cli.main(["train", *words]) == 2

@@ -259,11 +259,11 @@ def test_runs_that_are_cut_or_have_no_groups(first, tmp_path, capsys):
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = compared(first, copy)
     assert result["divergence"]["step"] == 2 and result["divergence"]["stage"] == "rewards"
-    assert "metrics alone are compared" in capsys.readouterr().out
+    assert "only metrics are compared" in capsys.readouterr().out
     (copy / "metrics.jsonl").unlink()
     assert compared(first, copy)["identical"] is False
     assert "nothing can be compared" in capsys.readouterr().out
-    with pytest.raises(ShoalError, match="is no run folder"):
+    with pytest.raises(ShoalError, match="is not a run folder"):
         compared(first, tmp_path)
 
 

@@ -153,7 +153,7 @@ def test_the_doctor_says_how_many_parameters_a_token_has(tmp_path):
 
     with_experts = write_model(tmp_path / "experts", "qwen3_moe", moe_intermediate_size=1000)
     found = re.fullmatch(
-        r"(.*)M parameters, of which a token has (.*)M, all finite", text_of(with_experts)
+        r"(.*)M parameters, (.*)M of them active per token, all finite", text_of(with_experts)
     )
     assert found
     idle = 2 * 2 * 3 * 32 * 1000
@@ -312,7 +312,7 @@ MISTAKES = [  # a change of the command line, the key of the finding, parts of i
     ("task.path={wrong_column}", "task.columns", "has no column 'answer'", "wrong"),
     ("task.path={no_gold}", "task.path", "none of the 12 training rows", "wrong"),
     ("task.path={half_gold}", "task.path", "no `#### <number>`", "warning"),
-    ("task.path={templated}", "task.path", "a template stands within the template", "warning"),
+    ("task.path={templated}", "task.path", "one template is inside another", "warning"),
     (
         "task.name=custom&task.path={plain_text}&reward={folder}/probed.py:last",
         "task.template",
@@ -547,7 +547,7 @@ def test_samples_that_teach_nothing_are_told(workshop, monkeypatch):
         found(result, "sampling.max_completion_tokens", "are truncated at", "=96")["check"]
         == "samples"
     )
-    found(result, "model.dtype", "more than 0 is to be expected")
+    found(result, "model.dtype", "more than the expected 0")
 
 
 @pytest.mark.slow
@@ -788,7 +788,7 @@ def test_a_tag_that_the_prompt_opens_is_no_part_of_a_completion(
     tmp_path: Path, opens: str, lost: bool
 ) -> None:
     tried = tried_through(tokenizer_with(tmp_path, (), opens), think_format_reward, {"answer": "5"})
-    assert ("the prompt ends with <think>, so a completion begins behind it" in tried.lost) == lost
+    assert ("the prompt ends with <think>, so a completion begins after it" in tried.lost) == lost
     assert tried.total("right") == (0.0 if lost else 1.0)
 
 
@@ -857,7 +857,7 @@ def in_brief(workshop, name: str, *changes: str) -> list[str]:
     ("name", "told"),
     [
         ("too_few", "returned 4 values for 30 completions"),
-        ("wishes", "wants 'answr', which is no column"),
+        ("wishes", "needs 'answr', which is not a column"),
     ],
 )
 def test_a_reward_that_no_policy_lets_pass_ends_the_run_before_it_begins(

@@ -426,9 +426,7 @@ def test_rewards_that_would_not_see_a_tag_that_the_prompt_opens_are_warned_of(
         job.check()
         warned = [found.text for found in job.findings.at("warning")]
     assert len(warned) == bool(opens)
-    assert (
-        not opens or "the prompt ends with <think>, so a completion begins behind it" in warned[0]
-    )
+    assert not opens or "the prompt ends with <think>, so a completion begins after it" in warned[0]
 
 
 @pytest.mark.slow
@@ -499,7 +497,7 @@ def test_json_on_stdout_and_greedy_alone(workshop, capsys):
     figures = json.loads(out)
     assert figures["held_out"]["num_questions"] == 4 and figures["held_out"]["accuracy"] == 0
     assert "sampled_protocol" not in figures["held_out"]
-    assert "greedy answers alone; pass@k and maj@k need samples that differ" in err
+    assert "only greedy answers; pass@k and maj@k need samples that differ" in err
 
 
 @pytest.mark.slow
@@ -688,7 +686,7 @@ def test_a_run_is_asked_its_own_task(tmp_path, place):
 
 def test_a_run_whose_task_came_from_python_asks_for_it_again(tmp_path):
     with pytest.raises(
-        shoal.ShoalError, match="the task of this run came from Python: give it again there"
+        shoal.ShoalError, match="the task of this run came from Python: pass it again in Python"
     ):
         cli._compose("eval", [f"model={stored_run(tmp_path / 'rows', ['task.name=rows'])}"])
     run = stored_run(tmp_path / "f", ["reward=python:f"])
@@ -743,7 +741,10 @@ def test_questions_that_the_run_was_trained_on_are_counted_and_warned_of(tmp_pat
     overlaps = shared_questions(model, task, Console(out))
     assert overlaps["held_out"].num_shared == overlaps["held_out"].num_whole == 1
     printed = " ".join(out.getvalue().split())
-    assert "held_out: 1 of 2 questions has 13 words in a row that training data of" in printed
+    assert (
+        "held_out: 1 of 2 questions shares 13 consecutive words with the training data of"
+        in printed
+    )
     assert "train.jsonl, line 1" in printed
 
     later = str(stored_run(tmp_path / "later", ["task=words", f"model={model}"]))
@@ -751,9 +752,7 @@ def test_questions_that_the_run_was_trained_on_are_counted_and_warned_of(tmp_pat
     data.unlink()
     out = io.StringIO()
     assert shared_questions(model, task, Console(out)) == {}
-    assert "was trained on questions that are evaluated on is not known: " in " ".join(
-        out.getvalue().split()
-    )
+    assert "was trained on the evaluated questions: " in " ".join(out.getvalue().split())
     generated = str(stored_run(tmp_path / "words", ["task=words"]))
     assert shared_questions(generated, task, Console(out)) == {}
     assert shared_questions("tiny", task, Console(out)) == {}

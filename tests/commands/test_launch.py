@@ -198,7 +198,7 @@ def test_processes_on_gpu_hosts_find_each_other(launched):
         ),
         (
             "target=slurm topology=v5p-8 -- train",
-            "Slurm has machines with GPUs here, as h100:8x8; use target=gke or xpk",
+            "Slurm has machines with GPUs here, such as h100:8x8; use target=gke or xpk",
         ),
         (
             "target=xpk cluster=c -- train",

@@ -761,7 +761,7 @@ def test_convert_refuses(place, tmp_path):
         source=own, to=tmp_path / "new", base_output_directory=tmp_path
     )
     assert "is a MaxText checkpoint already" in refused(source=items, to=tmp_path / "new")
-    assert "is no MaxText checkpoint" in refused(
+    assert "is not a MaxText checkpoint" in refused(
         source=own, to=tmp_path / "new", format="huggingface"
     )
     assert (

@@ -340,7 +340,7 @@ def test_missing_things_are_named(run):
     ]:
         with pytest.raises(ShoalError, match=text):
             again(run, **changes)
-    with pytest.raises(ShoalError, match="is no run folder"):
+    with pytest.raises(ShoalError, match="is not a run folder"):
         again(run / "groups")
 
 

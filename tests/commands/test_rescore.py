@@ -242,7 +242,7 @@ def test_missing_things_are_named(run):
         under(run, "same", step=5)
     with pytest.raises(ShoalError, match="defines no 'nothing'"):
         under(run, "nothing")
-    with pytest.raises(ShoalError, match="is no run folder"):
+    with pytest.raises(ShoalError, match="is not a run folder"):
         under(run / "groups", "same")
 
 

@@ -265,7 +265,7 @@ def test_responses_that_are_no_text(loads, tmp_path, capsys, monkeypatch):
         "correct": True,
     }
     assert (
-        "2 of 3 responses are no text: numbers are scored as text, null as empty"
+        "2 of 3 responses are not text: numbers are scored as text, null as empty"
         in capsys.readouterr().out
     )
 
@@ -545,7 +545,7 @@ def test_own_rewards_are_reported_with_a_preset_or_weights(tmp_path, capsys):
         }
         shoal.evaluate(**settings, responses=str(write(tmp_path, [row])), reward__preset="verl")
         assert (
-            "reward.preset=verl has no effect: it is for the own rewards of task=gsm8k"
+            "reward.preset=verl has no effect: it is only for the rewards of task=gsm8k itself"
             in capsys.readouterr().out
         )
 
@@ -597,8 +597,8 @@ def test_own_data_is_scored_by_rewards_alone(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (["{"], ("line 1 is no JSON object",)),
-        (["[" * 100_000], ("line 1 is no JSON object",)),
+        (["{"], ("line 1 is not a JSON object",)),
+        (["[" * 100_000], ("line 1 is not a JSON object",)),
         (
             [{"question": "?", "response": "!"}, "", [1]],
             ("line 3 is a list", "`question` and `response`"),
@@ -607,7 +607,7 @@ def test_own_data_is_scored_by_rewards_alone(tmp_path):
         ([{"question": "?"}], ("line 1: `response` is missing; expected text",)),
         ([{"question": "?", "response": True}], ("line 1: `response` is true; expected text",)),
         ([{"question": None, "response": "8"}], ("line 1: `question` is null; expected text",)),
-        (['{"question": "?", "response": ' + "9" * 5000 + "}"], ("line 1 is no JSON object",)),
+        (['{"question": "?", "response": ' + "9" * 5000 + "}"], ("line 1 is not a JSON object",)),
         ([{"question": "?", "response": ["a"]}], ('line 1: `response` is ["a"]; expected text',)),
         (
             [{"question": "?", "answer": "x", "response": "8"}],

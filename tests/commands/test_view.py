@@ -148,7 +148,7 @@ def test_filters(viewer, filter, number):
     ("parameters", "message"),
     [
         ({"filter": "rewrad>1"}, "there is no column 'rewrad', did you mean reward?"),
-        ({"filter": "reward"}, "'reward' is no condition"),
+        ({"filter": "reward"}, "'reward' is not a condition"),
         ({"filter": "reward>x"}, "reward is a number"),
         ({"filter": "set>train"}, "compare it with = or !="),
         ({"sort": "step; DROP TABLE groups_0"}, "there is no column"),
@@ -497,7 +497,7 @@ def test_exported_files_have_whole_texts_of_what_is_chosen(tmp_path):
     assert len("".join(found).splitlines()) == 2  # one in each step
     for wrong, message in (
         ({"format": "xls"}, "format=xls: expected csv or jsonl"),
-        ({"filter": "reward"}, "is no condition"),
+        ({"filter": "reward"}, "is not a condition"),
         ({"run": "nowhere"}, "there is no run 'nowhere' here"),
     ):
         with pytest.raises(ShoalError, match=re.escape(message)):

@@ -640,7 +640,7 @@ def test_groups_are_filtered_sorted_and_opened_by_keys(page, address):
 
 def test_a_question_stands_before_and_after_beside_itself(page, address):
     page.goto(address + "#/run?run=first")
-    settle(page, "Questions of evaluations, before and after")
+    settle(page, "Evaluation questions, before and after")
     questions = page.locator(".view").get_by_text("question 0", exact=True)
     assert page.get_by_role("link", name="1 learned").count() == 1
     questions.first.click()

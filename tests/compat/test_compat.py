@@ -506,7 +506,7 @@ def test_an_adapter_of_each_system_is_ours(line, expected):
         ("use_peft=true use_dora=true", "use_dora=true is not supported: an adapter is plain LoRA"),
         (
             "use_peft=true lora_modules_to_save=lm_head",
-            "lora_modules_to_save=lm_head is not supported: an adapter alone",
+            "lora_modules_to_save=lm_head is not supported: only an adapter",
         ),
         (
             "use_peft=true lora_dropout=0.05",
@@ -531,7 +531,7 @@ def test_an_adapter_of_each_system_is_ours(line, expected):
         ("lora.lora_restore_path=gs://x", "an adapter in PEFT's format is model.lora.path=FOLDER"),
         (
             "load_in_4bit=true",
-            "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone",
+            "8-bit weights are model.quantise=int8 or fp8, only for LoRA's frozen weights",
         ),
     ],
 )

@@ -104,7 +104,10 @@ def test_verl_keeps_all_checkpoints_unless_it_is_told(words, kept):
     [
         ("actor_rollout_ref.rollout.name=sglang", "the sampler is the model itself"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=1", "=0: left open"),
-        ("algorithm.gigpo.similarity_thresh=0.9", "counts with algorithm.gigpo.enable_similarity"),
+        (
+            "algorithm.gigpo.similarity_thresh=0.9",
+            "counts only with algorithm.gigpo.enable_similarity",
+        ),
     ],
 )
 def test_a_line_about_a_flag_says_what_is_so_here(word, said):

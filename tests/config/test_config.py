@@ -364,7 +364,7 @@ def test_trls_file_option_and_trackers_and_a_flag_given_twice(tmp_path):
     assert config.algorithm.aggregation == "token-mean"
     assert compose("train", ["steps=3", "--steps=4"])[0].steps == 4
     assert (
-        "the later one stands"
+        "the later one counts"
         in compose("train", ["max_staleness=1", "train.max_staleness=2"])[1].notes[0]
     )
 
@@ -769,7 +769,7 @@ def test_objects_of_one_name_do_not_take_each_others_place():
     from_overrides(Config, tools=[make_tool("fourth")])
     from_overrides(Config)
     assert "python:search" not in PYTHON_OBJECTS
-    with pytest.raises(ShoalError, match="came from Python: give it again there"):
+    with pytest.raises(ShoalError, match="came from Python: pass it again in Python"):
         load_objects(["python:search"], "tool")
     assert load_objects(from_overrides(Config, tools=[one])[0].environment.tools, "tool") == [one]
 

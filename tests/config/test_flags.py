@@ -342,7 +342,7 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
     config, resolved = compose("train", ["grpo_beta=0.04", "algorithm.kl_coef=0.1"])
     assert config.algorithm.kl_coef == 0.1
     assert (
-        "grpo_beta and algorithm.kl_coef both set algorithm.kl_coef: the later one stands, "
+        "grpo_beta and algorithm.kl_coef both set algorithm.kl_coef: the later one counts, "
         "algorithm.kl_coef" in (resolved.notes)
     )
     assert compose("train", ["grpo_beta=0.04", "algorithm.kl_coef=0.04"])[1].notes == ()
@@ -486,7 +486,7 @@ def test_what_gave_way_is_not_said_to_have_become():
     _, resolved = compose("train", ["per_device_batch_size=2", "batch.prompts_per_step=4"])
     assert not resolved.became and resolved.notes == (
         "per_device_batch_size and batch.prompts_per_step both set how many prompts a step has: "
-        "the later one stands, batch.prompts_per_step",
+        "the later one counts, batch.prompts_per_step",
     )
     _, resolved = compose("train", ["max_target_length=768", "sampling.max_completion_tokens=9"])
     assert not resolved.became

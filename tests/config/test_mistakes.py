@@ -255,7 +255,7 @@ def test_a_file_may_stand_anywhere(folder, words):
 OTHER_MISTAKES = """
 groups outputs/none                    | outputs/none: there is no such folder | `last`
 groups .                               | holds no config.yaml
-convert from=NOWHERE to=x format=huggingface | from=NOWHERE is no MaxText checkpoint
+convert from=NOWHERE to=x format=huggingface | from=NOWHERE is not a MaxText checkpoint
 convert from=NOWHERE to=x              | from=NOWHERE: there is no model folder NOWHERE
 export from=./no to=x                  | from=./no: there is no model folder ./no.
 generate prompts=data.jsonl            | output is not given: write output=... (the jsonl file

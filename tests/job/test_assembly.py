@@ -444,7 +444,7 @@ def test_unusual_lines_are_read(workshop, capsys):
         "dropped" in out
     )
     assert f"model: {workshop.model} (" in out and "names another" not in out
-    assert "prompts: 1 of messages, " in out and "; 1 of text, as it is" in out
+    assert "prompts: 1 of messages, " in out and "; 1 of text, unchanged" in out
     rows = read_lines(output)
     assert [(row["index"], row["prompt"]) for row in rows] == [(0, "a\u2028b")] * 2 + [
         (2, talk[:1])

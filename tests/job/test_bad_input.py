@@ -177,8 +177,8 @@ def test_keys_and_values(workshop, capsys, change, parts):
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["teacher.hint={"], ["teacher.hint: '{' stands alone", "braces that are meant"]),
-        (["teacher.hint={prompt} {worked}"], ["teacher.hint names 'worked'", "no column"]),
+        (["teacher.hint={"], ["teacher.hint: '{' stands alone", "literal braces"]),
+        (["teacher.hint={prompt} {worked}"], ["teacher.hint names 'worked'", "not a column"]),
         (
             ["teacher.hint={answer} it is", "teacher.hint_tokens=1"],
             ["teacher.hint makes its prompt longer by", "teacher.hint_tokens is 1: raise it"],
@@ -201,7 +201,7 @@ def test_a_run_folder_that_exists(workshop, capsys):
         capsys,
         workshop.folder,
         workshop.words("taken"),
-        "holds something that is no run (precious.txt",
+        "holds something that is not a run (precious.txt",
         "choose another run_name",
     )
     assert (taken / "precious.txt").read_text() == "mine"
@@ -255,13 +255,13 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
         ),
         (
             config(num_key_value_heads=3),
-            ["num_attention_heads=4 is no multiple of num_key_value_heads=3"],
+            ["num_attention_heads=4 is not a multiple of num_key_value_heads=3"],
         ),
         (without("model.safetensors"), ["holds no safetensors file"]),
-        (truncate, ["model.safetensors is no whole safetensors file", "Download it again"]),
+        (truncate, ["model.safetensors is not a complete safetensors file", "Download it again"]),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b"x"),
-            ["is no whole safetensors file"],
+            ["is not a complete safetensors file"],
         ),
         (tensors(lambda named: named.pop(DOWN)), [f"missing: {DOWN}"]),
         (tensors(lambda named: named.update(extra=np.zeros(2, np.float32))), ["left over: extra"]),
@@ -279,7 +279,7 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
         ),
         (
             lambda folder: (folder / "tokenizer.json").write_text("{}"),
-            ["tokenizer.json is no valid tokenizer"],
+            ["tokenizer.json is not a valid tokenizer"],
         ),
         (config(vocab_size=100), ["the tokenizer and the weights belong to different models"]),
     ],
@@ -371,9 +371,9 @@ LONG = {"question": "9" * 80, "answer": "#### 1"}
         (
             lambda data: data.write_text('{"question": "a"'),
             [],
-            ["line 1 is no JSON object", "one object a line"],
+            ["line 1 is not a JSON object", "one object per line"],
         ),
-        (lambda data: data.write_bytes(b"\xff\xfe"), [], ["is no text in UTF-8"]),
+        (lambda data: data.write_bytes(b"\xff\xfe"), [], ["is not UTF-8 text"]),
         (
             lambda data: data.write_text('{"question": "a", "answer": "five"}\n'),
             [],
@@ -428,7 +428,7 @@ def test_data(workshop, capsys, tmp_path, spoil, changes, parts):
         (None, ["there is no such file"]),
         ("", ["holds no prompt"]),
         ("\n\n", ["holds no prompt"]),
-        ('{"prompt": "a"}\n{"prompt": "a"', ["line 2 is no JSON object"]),
+        ('{"prompt": "a"}\n{"prompt": "a"', ["line 2 is not a JSON object"]),
         ('{"prompt": "a"}\n\n{"text": "a"}', ["line 3 has no `prompt`", "rename the column"]),
         ('["a"]', ["row 0 is a str", "expected a dict with `prompt`"]),
         ('{"prompt": 5}', ["line 1: `prompt` is a int", "text, or messages"]),

@@ -353,7 +353,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["model=org/cut"], "model.safetensors"),
         (
             ["model.tokenizer=nix/x"],
-            "nix/x is no local folder, and as a hub id it could not be downloaded",
+            "nix/x is not a local folder, and as a hub id it could not be downloaded",
         ),
     ],
 )

@@ -481,7 +481,7 @@ def test_a_sandbox_needs_bwrap_and_files(monkeypatch: pytest.MonkeyPatch, file: 
         },
     )
     with pytest.raises(
-        ShoalError, match=r"environment.sandbox=bwrap: 'Local' is no function or class that a file"
+        ShoalError, match=r"environment.sandbox=bwrap: 'Local' is not a function or class of a file"
     ):
         open_sessions(local, compose("train", ["environment.sandbox=bwrap"])[0])
     monkeypatch.setenv("PATH", "")

@@ -196,12 +196,12 @@ def test_the_head_says_what_of_a_model_with_experts_a_token_has(tmp_path, target
     # two of four experts are idle, in two layers
     idle = 2 * 2 * 3 * 24 * source.architecture.hidden_size
     size = parameter_count(source.architecture.base)
-    assert f"(qwen3_moe), {size:,} parameters, of which a token has {size - idle:,}, fl" in line
+    assert f"(qwen3_moe), {size:,} parameters, {size - idle:,} of them active per token, fl" in line
     assert ("experts have none" in line) == bool(text) and text in line
     other = ModelSection(path=str(write_model(tmp_path / "other", "qwen3")))
     source = resolve_model(other)
     line = model_text(other, source, replace(model, architecture=source.architecture))
-    assert "a token has" not in line and "experts" not in line
+    assert "active per token" not in line and "experts" not in line
 
 
 @pytest.mark.parametrize(
@@ -453,18 +453,18 @@ VLLM = ["sampler.kind=vllm", "vllm.python=python"]
         (
             ["train.weight_sync_interval=3", "algorithm.correction=none"],
             True,
-            "up to 2 versions old, not corrected (algorithm.correction=none); the sampler goes on "
-            "while the trainer learns",
+            "up to 2 versions old, not corrected (algorithm.correction=none); the sampler "
+            "continues while the trainer learns",
         ),
         (
             ["train.max_staleness=2", "train.versions=newest"],
             True,
-            "takes new weights while completions go on",
+            "takes new weights in the middle of completions",
         ),
         (
             ["train.max_staleness=2", "train.versions=newest"],
             False,
-            "take turns, so with train.versions=newest none is",
+            "take turns, so with train.versions=newest none is that old",
         ),
         (
             VLLM,
@@ -482,7 +482,7 @@ VLLM = ["sampler.kind=vllm", "vllm.python=python"]
         (
             ["sampler.quantise=fp8", "train.max_staleness=1"],
             True,
-            "the sampler goes on while the trainer learns",
+            "the sampler continues while the trainer learns",
         ),
     ],
 )

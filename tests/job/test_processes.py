@@ -158,7 +158,10 @@ def whole(two: Processes) -> Path:
     (_, shown, _), (_, silent, met) = found = ends(two.start("whole", "optimizer.offload=true"))
     assert [code for code, _, _ in found] == [0, 0], found
     assert "step 2/2" in shown and not silent
-    assert met.splitlines()[-1] == "process 1: all 2 have come; process 0 prints what they do"
+    assert (
+        met.splitlines()[-1]
+        == "process 1: all 2 processes are connected; process 0 prints the output"
+    )
     return two.workshop.runs / "whole"
 
 
@@ -906,10 +909,11 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_coordinator_where_nobody_answers_and_processes_that_do_not_come(
     free: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    with pytest.raises(ShoalError, match=r"nobody answers there .* start process 0"):
+    with pytest.raises(ShoalError, match=r"nothing answers there .* start process 0"):
         join(section(coordinator=free))
     assert capsys.readouterr().err == (
-        f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost "
+        f"waiting for process 0 at {free}, where nothing answers yet (Connection refused; "
+        "localhost "
         f"is 127.0.0.1 on "
         "this machine), 0 s at most\n"
     )
@@ -1015,7 +1019,9 @@ def test_processes_with_different_secrets_do_not_meet(free: str, monkeypatch: py
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(ShoalError, match=rf"no process 0 of a run with this {processes.TOKEN}"):
+        with pytest.raises(
+            ShoalError, match=rf"not process 0 of a run with this {processes.TOKEN}"
+        ):
             processes.meet_main(section(coordinator=free))
         thread.join(10)
 
@@ -1079,11 +1085,12 @@ def test_a_coordinator_that_does_not_answer_is_said_at_once_with_what_its_name_i
     monkeypatch.setattr(processes, "START_SECONDS", 0.5)
     with pytest.raises(
         ShoalError,
-        match=r"nobody answers there \(Connection refused; localhost is 127.0.0.1 on this",
+        match=r"nothing answers there \(Connection refused; localhost is 127.0.0.1 on this",
     ):
         processes.meet_main(section(coordinator=free))
     assert (
-        f"waiting for process 0 at {free}, where nobody answers yet (Connection refused; localhost "
+        f"waiting for process 0 at {free}, where nothing answers yet (Connection refused; "
+        "localhost "
         "is 127.0.0.1 on this machine)" in capsys.readouterr().err
     )
 

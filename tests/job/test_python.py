@@ -447,7 +447,9 @@ def test_the_stored_configuration_says_where_data_and_reward_came_from(result, w
     assert requested.sampling.evaluation_slots == 0  # what the run decides stands apart
     assert read_config(result.folder).sampling.evaluation_slots > 0
     assert cli.main(["train", f"resume={result.folder}", "steps=3"]) == 2
-    assert "the data of this run came from Python, give it again there" in capsys.readouterr().err
+    assert (
+        "the data of this run came from Python: pass it again in Python" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -592,7 +594,7 @@ def test_a_run_is_read_back(result, workshop, tmp_path):
     assert shoal.diff(result.folder, again.folder)["identical"] is True
     (workshop.runs / "last").write_text("own\n")
     assert shoal.load_run("last", str(workshop.runs)).folder == result.folder
-    with pytest.raises(shoal.ShoalError, match="is no run folder"):
+    with pytest.raises(shoal.ShoalError, match="is not a run folder"):
         shoal.load_run(tmp_path)
 
 

@@ -342,7 +342,7 @@ def test_the_date_of_the_first_start_belongs_to_the_run(workshop, tmp_path, monk
     (run / MODEL_FOLDER / DATE_FILE).unlink()  # as a version that kept none wrote the folder
     with job_of(workshop.model, DATED, run) as job:
         assert "02 Jan 2026" in prompt(job.model_source.tokenizer)
-        assert "did not keep it" in job.findings.at("warning")[0].text
+        assert "did not store it" in job.findings.at("warning")[0].text
 
 
 @pytest.mark.slow
@@ -455,7 +455,7 @@ def test_an_adapter_goes_on_without_the_one_it_began_with_and_keeps_its_base(
     # merged into the weights as they were before 8 bits
     assert len(np.unique(merged[0])) > 0.9 * len(merged[0])
     export(ExportConfig(source=str(begun), to=str(tmp_path / "adapter")))
-    assert "PEFT wants base_model_name_or_path to be a folder or hub id" in " ".join(
+    assert "PEFT needs base_model_name_or_path to be a folder or hub id" in " ".join(
         capsys.readouterr().out.split()
     )
     read, other = (
@@ -657,7 +657,7 @@ def test_a_run_whose_checkpoints_were_deleted_is_not_written_over(workshop, stop
             ["train", f"resume={run}", "steps=9", "--dry-run"],
         ):
             error = failed(capsys, words)
-            assert "holds no checkpoint to go on from" in error and error.rstrip().endswith(
+            assert "holds no checkpoint to resume from" in error and error.rstrip().endswith(
                 "nothing was changed"
             )
         assert files(run) == before
@@ -1241,7 +1241,7 @@ def test_vllm_in_place_of_this_process_is_no_free_change(decided, tmp_path, caps
     )
     resolve_run(compose("train", [*words, "sampler.kind=ray"])[0], Console())
     assert (
-        "sampler.kind changes from local to ray, for later resumes too: from here on numbers may "
+        "sampler.kind changes from local to ray, for later resumes too: from now on numbers may "
         "differ in their last bits" in " ".join(capsys.readouterr().out.split())
     )
 
@@ -1346,7 +1346,7 @@ def test_a_checkpoint_that_is_not_the_newest_is_not_resumed_from(begun, step, we
         (begun / "checkpoints" / str(number)).mkdir(parents=True)
     with pytest.raises(
         ShoalError,
-        match=rf"checkpoints of steps 20, 40, .* newest one alone, resume={begun}; .* "
+        match=rf"checkpoints of steps 20, 40, .* newest one, resume={begun}; .* "
         rf"model={begun}/checkpoints/{weights}$",
     ):
         config_for_resume(Config, [f"resume_from_checkpoint={begun}/{step}"])
@@ -1378,7 +1378,7 @@ def test_a_run_goes_on_on_another_mesh(begun, tmp_path, capsys, words):
     assert (plan.run, plan.config.mesh.fsdp, plan.config.run_name) == (begun, 4, "begun")
     said = capsys.readouterr().out
     assert (
-        "mesh.trainer changes from '' to 4, for later resumes too: from here on numbers may differ "
+        "mesh.trainer changes from '' to 4, for later resumes too: from now on numbers may differ "
         "in their" in said
     )
 
@@ -1446,7 +1446,7 @@ def test_last_is_the_run_started_last(workshop, whole, monkeypatch, capsys):
     assert "no run was started" in failed(
         capsys, ["train", "resume=last", "base_output_directory=/nowhere"]
     )
-    assert "no run folder" in failed(capsys, ["train", f"resume={workshop.folder}"])
+    assert "not a run folder" in failed(capsys, ["train", f"resume={workshop.folder}"])
 
 
 def test_other_data_is_refused(workshop, stopped, capsys):
@@ -1619,7 +1619,7 @@ def test_a_folder_that_holds_something_else(workshop, tmp_path, capsys):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.tex").write_text("")
     error = failed(capsys, workshop.words("thesis", f"base_output_directory={tmp_path}"))
-    assert "holds something that is no run (chapter.tex" in error
+    assert "holds something that is not a run (chapter.tex" in error
 
 
 def test_a_clock_set_back_changes_nothing(tmp_path):
@@ -1862,7 +1862,7 @@ def test_a_second_signal_ends_at_once(capfd):
         stop.check(patience_seconds=60)
         with pytest.raises(StopRequested):
             stop.check()
-        with pytest.raises(KeyboardInterrupt, match="the newest checkpoint stands"):
+        with pytest.raises(KeyboardInterrupt, match="the newest checkpoint is kept"):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
     assert signal.getsignal(signal.SIGTERM) == before
@@ -1878,7 +1878,7 @@ def test_a_stop_says_what_was_kept_and_how_to_start_again(tmp_path):
     assert kept_text(tmp_path, command) == nothing
     for name in ("2", "10", "12.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    text = f"the checkpoint of step 10 stands, what came after it is lost; resume: {command}"
+    text = f"the checkpoint of step 10 is kept, what came after it is lost; resume: {command}"
     with stop_on_signals(kept=lambda: kept_text(tmp_path, command)) as stop:
         stop.request()
         with pytest.raises(KeyboardInterrupt, match=f"^stopped at once: {text}$"):
@@ -1958,7 +1958,7 @@ def test_a_disk_that_fills_names_the_checkpoint_that_is_there(
     first = cut(workshop, "fills", monkeypatch, Updater, "update", 1, *WORDS)
     for run, said in (
         (first, "start the run again: it has no checkpoint yet"),
-        (stopped, "resume the run, which goes on from the checkpoint of step 2"),
+        (stopped, "resume the run, which continues from the checkpoint of step 2"),
     ):
         usage = iter([1 << 40])
         with monkeypatch.context() as patch:

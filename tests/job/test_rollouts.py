@@ -395,7 +395,7 @@ def test_an_environment_from_python_that_owns_its_data(turns: TurnWorkshop) -> N
         row, group = stored.group.example.row, stored.group
         assert group.example.columns["row"] == row and set(group.rewards) == {row % 2}
     with pytest.raises(
-        ShoalError, match=r"environment 'python:Other' came from Python: give it again there"
+        ShoalError, match=r"environment 'python:Other' came from Python: pass it again in Python"
     ):
         shoal.train(resume=str(run), steps=2, environment="python:Other")
     rows = rows_task(

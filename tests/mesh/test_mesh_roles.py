@@ -276,7 +276,7 @@ def test_slices_may_give_some_of_their_devices():
         (
             {"fsdp": 32},
             "these 32 devices are 2 slices, but mesh.dcn_data x mesh.dcn_fsdp is 1: set "
-            "mesh.dcn_data=2 mesh.dcn_fsdp=1 (the slices exchange gradients alone) or "
+            "mesh.dcn_data=2 mesh.dcn_fsdp=1 (the slices exchange only gradients) or "
             "mesh.dcn_data=1 mesh.dcn_fsdp=2",
         ),
         (

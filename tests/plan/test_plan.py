@@ -282,7 +282,7 @@ def test_a_plan_for_the_devices_here(model, tmp_path, capsys):
     )
     assert cost and float(cost[2]) == pytest.approx(20 * float(cost[1]), rel=0.01)
     assert (
-        "measured on 8 cpus with JAX 0.10.2, in place of what the maker says: hbm 2e+10 (1e+10 to "
+        "measured on 8 cpus with JAX 0.10.2, instead of the maker's figures: hbm 2e+10 (1e+10 to "
         "3e+10)" in said.out
     )
     assert "nothing here was measured" not in said.out
@@ -1167,7 +1167,7 @@ def test_what_was_measured_takes_the_place_of_what_the_maker_says(tmp_path):
         (
             {"figures": {"hbm": [1, 1, 1]}},
             "h200",
-            "has no launch: measure anew with `python benchmarks/accelerator.py",
+            "has no launch: measure again with `python benchmarks/accelerator.py",
         ),
         (
             {"figures": CALIBRATION["figures"] | {"hbm": [1, 1, 0]}},
@@ -1180,8 +1180,8 @@ def test_what_was_measured_takes_the_place_of_what_the_maker_says(tmp_path):
             "has hmb, which no plan knows: measure",
         ),
         ({"device": None}, "h200", "was measured on None, and the plan is for NVIDIA H200"),
-        ({"devices": math.inf}, "h200", "is no calibration ("),
-        ({"figures": [1]}, "h200", "is no calibration ("),
+        ({"devices": math.inf}, "h200", "is not a calibration ("),
+        ({"figures": [1]}, "h200", "is not a calibration ("),
     ],
 )
 def test_a_calibration_of_another_device_or_form_is_refused(tmp_path, change, kind, text):
@@ -1200,7 +1200,7 @@ def test_a_file_that_is_no_calibration_is_refused(tmp_path, capsys, content):
         file.write_text(content)
     assert cli.main(["plan", "model.name=qwen3-0.6b", "mesh.trainer=1", f"calibration={file}"]) == 2
     assert f"calibration={file} " in (said := capsys.readouterr().err) and said.count("\n") == 1
-    assert f"measure anew with `python benchmarks/accelerator.py --calibration {file}`" in said
+    assert f"measure again with `python benchmarks/accelerator.py --calibration {file}`" in said
 
 
 def test_a_product_that_nobody_reads_is_no_operation():

@@ -332,7 +332,7 @@ def test_a_named_folder_that_holds_something_is_refused_untouched(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(
-        ShoalError, match=r"holds something that is no run \(notes.txt, no config.yaml\)"
+        ShoalError, match=r"holds something that is not a run \(notes.txt, no config.yaml\)"
     ):
         RunWriter.create(tmp_path, "full")
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]

@@ -232,7 +232,7 @@ def test_a_wish_that_no_column_meets_is_an_error_through_workers() -> None:
         return []
 
     with pytest.raises(
-        ShoalError, match=r"'checker' after step 3 wants 'answr'.*did you mean answer\?"
+        ShoalError, match=r"'checker' after step 3 needs 'answr'.*did you mean answer\?"
     ):
         scored(checker, on_error="skip")
 
@@ -622,7 +622,7 @@ def test_what_verls_functions_want_and_may_return(workers: int) -> None:
     one = {"texts": [["5"]], "ids": [[[1]]], "workers": workers, "on_error": "zero"}
     with pytest.raises(
         ShoalError,
-        match="'compute_score' after step 3 wants a ground truth, which data row 0 lacks: "
+        match="'compute_score' after step 3 needs a ground truth, which data row 0 lacks: "
         "expected a column `reward_model`",
     ):
         scored(compute_score, examples=[Example(0, "p", {"data_source": "sums"})], **one)

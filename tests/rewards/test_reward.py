@@ -138,7 +138,7 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
         return []
 
     with pytest.raises(
-        ShoalError, match=r"'judge' after step 3 wants 'answr'.*did you mean answer\?"
+        ShoalError, match=r"'judge' after step 3 needs 'answr'.*did you mean answer\?"
     ):
         run(judge)
 
@@ -158,7 +158,9 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
     def worked(completions: Any, solution: Any) -> list[float]:
         return []
 
-    columns = r"no column of the data; there are: answer, level \(task.columns=\[solution=OTHER\]"
+    columns = (
+        r"not a column of the data; there are: answer, level \(task.columns=\[solution=OTHER\]"
+    )
     with pytest.raises(ShoalError, match=columns):
         run(worked)
     with pytest.raises(

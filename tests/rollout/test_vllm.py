@@ -233,13 +233,13 @@ FAULTS = {
     "more": "finish_reason length at 7 tokens, and max_tokens was 6",
     "middle": r"the end token 0 at position 0 of \d, and tokens after it",
     "choices": "not enough values to unpack",
-    "html": "what is no JSON object: <html>the gateway",
+    "html": "what is not a JSON object: <html>the gateway",
     "endless": "OverflowError",
     "long span": "weight_versions that do not cover",
     "large": "a token id below 0 or beyond",
     "large version": "which are none of the run's",
     "nan": "a log-prob that is not a finite number",
-    "deep": "what is no JSON: RecursionError",
+    "deep": "is not JSON: RecursionError",
     "hang": "it has made no progress for",
 }
 

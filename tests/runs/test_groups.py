@@ -457,7 +457,7 @@ def test_a_torn_last_line_of_metrics_is_left_out(tmp_path):
     path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.4}\n')
     assert list(StoredRun(tmp_path).metrics()) == [1, 2]
     path.write_text('{"step": 1, "lo\n{"step": 2, "loss": 0.4}\n')
-    with pytest.raises(ShoalError, match=r"metrics\.jsonl, line 1 is damaged \(it is no JSON\)"):
+    with pytest.raises(ShoalError, match=r"metrics\.jsonl, line 1 is damaged \(it is not JSON\)"):
         StoredRun(tmp_path).metrics()
 
 

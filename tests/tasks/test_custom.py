@@ -110,7 +110,7 @@ def test_prompts_held_out_too_are_not_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('{"prompt": "a"}\n{"prompt": "\n', "data.jsonl, line 2 is no JSON object"),
+        ('{"prompt": "a"}\n{"prompt": "\n', "data.jsonl, line 2 is not a JSON object"),
         ('{"prompt": "a"}\n\n{"prompt": ""}\n', "data.jsonl, line 3: `prompt` is an empty str"),
         ('{"prompt": "a"}\n{"prompt": null}\n', "data.jsonl, line 2: `prompt` is a NoneType"),
         ('{"prompt": []}\n{"prompt": []}\n', "data.jsonl, line 1: `prompt` is an empty list"),
@@ -124,7 +124,7 @@ def test_prompts_held_out_too_are_not_trained_on(tmp_path: Path) -> None:
         ),
         (
             '{"prompt": "a"}\n' + "[" * 100000 + "\n",
-            "data.jsonl, line 2 is no JSON object: maximum recursion depth",
+            "data.jsonl, line 2 is not a JSON object: maximum recursion depth",
         ),
         ('{"prompt": "a", "b": 1}\n{"prompt": "c"}\n', "data.jsonl, line 2 has no column 'b'"),
         (
@@ -136,8 +136,8 @@ def test_prompts_held_out_too_are_not_trained_on(tmp_path: Path) -> None:
         (
             '{"question": "a", "answer": 1}\n{"question": "b", "answer": 2}\n',
             "line 1 has no column `prompt`; its columns: question, answer. Make a message of one, "
-            "task.template='{question}', or take text as it is, past the model's chat template, "
-            "task.columns=[prompt=question]",
+            "task.template='{question}', or use the text unchanged, without the model's chat "
+            "template, task.columns=[prompt=question]",
         ),
         (
             '{"tags": ["x"], "question": [{"role": "user", "content": "a"}], "solution": "1"}\n',
@@ -156,12 +156,12 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path: Path, text: str, told: str
 
 def test_files_that_are_no_data(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text('[{"prompt": "a"},')
-    fails("data.json is no JSON list of objects", tmp_path / "data.json")
+    fails("data.json is not a JSON list of objects", tmp_path / "data.json")
     (tmp_path / "data.json").write_text('[{"prompt": ' + "9" * 5000 + "}]")
-    fails("data.json is no JSON list of objects: Exceeds the limit", tmp_path / "data.json")
+    fails("data.json is not a JSON list of objects: Exceeds the limit", tmp_path / "data.json")
     (tmp_path / "data.json").write_text(r'[{"prompt": "a"}, {"prompt": "\ud83d"}]')
     fails(
-        r"data.json is no JSON list of objects: it holds \ud83d, half of a character",
+        r"data.json is not a JSON list of objects: it holds \ud83d, half of a character",
         tmp_path / "data.json",
     )
     fails("task custom needs task.path", "")
@@ -255,11 +255,11 @@ def test_a_template_makes_a_message_and_reads_no_braces_in_values(tmp_path: Path
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        ("{qestion}", "names 'qestion', which is no column of "),
+        ("{qestion}", "names 'qestion', which is not a column of "),
         ("{qestion}", "data.jsonl, line 1, did you mean question?; its columns: question, n, none"),
-        ("{question.upper}", "names 'question.upper', which is no column"),
-        ("{question!r}", "names 'question!r', which is no column"),
-        ("{n:5}", "names 'n:5', which is no column"),
+        ("{question.upper}", "names 'question.upper', which is not a column"),
+        ("{question!r}", "names 'question!r', which is not a column"),
+        ("{n:5}", "names 'n:5', which is not a column"),
         ("{none}", "line 1: the column 'none' is null, and task.template needs it"),
         ("{question} \\boxed{}", "'{}' stands alone"),
         ("a { b {question}", "'{' stands alone after 'a '"),
@@ -314,7 +314,7 @@ def test_a_row_without_the_truth_that_verls_functions_judge_by_is_named(
     with pytest.raises(ShoalError) as caught:
         check_truths(task, task.rewards)
     text = str(caught.value)
-    assert told in text and f"reward function {reward!r} wants a ground truth" in text
+    assert told in text and f"reward function {reward!r} needs a ground truth" in text
     assert "1 of 3 training rows lack; the first is " in text and "line 2" in text
 
 
@@ -456,7 +456,7 @@ def test_a_folder_without_readme_has_its_subsets_as_folders(tmp_path: Path) -> N
     )
     (tmp_path / "notes.txt").write_text("x")
     fails(
-        "notes.txt is of a kind that is not read: unpack or convert it; expected .jsonl",
+        "notes.txt is of an unsupported kind: unpack or convert it; expected .jsonl",
         tmp_path,
         files=("notes.txt",),
     )
@@ -551,7 +551,7 @@ def test_a_readme_may_name_a_file_of_another_kind(tmp_path: Path) -> None:
         "---\nconfigs:\n- config_name: default\n  data_files: train.xml\n---\n"
     )
     fails(
-        "train.xml is of a kind that is not read: unpack or convert it; expected .jsonl, .json, "
+        "train.xml is of an unsupported kind: unpack or convert it; expected .jsonl, .json, "
         ".parquet",
         tmp_path,
     )

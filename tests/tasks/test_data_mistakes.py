@@ -52,13 +52,13 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
         ),
         {},
-        ["a.jsonl, line 2", "message 0", "content of type image", "text alone"],
+        ["a.jsonl, line 2", "message 0", "content of type image", "text only"],
     ),
     "a column of images": (
         "a.jsonl",
         lines(GOOD[0], {**GOOD[1], "images": ["a.png"]}),
         {},
-        ["a.jsonl, line 2", "column 'images'", "text alone"],
+        ["a.jsonl, line 2", "column 'images'", "text only"],
     ),
     "a csv of a header": ("a.csv", b"prompt,answer\n", {}, ["a.csv is empty"]),
     "one row": (
@@ -139,7 +139,7 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
         "a.jsonl",
         lines(*GOOD) + b'{"prompt": "caf\xe9", "answer": 1}',
         {},
-        ["a.jsonl, line 5 is no JSON object", "no text in UTF-8", "save the file as UTF-8"],
+        ["a.jsonl, line 5 is not a JSON object", "not UTF-8 text", "save the file as UTF-8"],
     ),
     "Latin-1 in a table": (
         "a.csv",
@@ -151,7 +151,7 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
         "a.jsonl",
         lines(*GOOD).decode().encode("utf-16"),
         {},
-        ["line 1 is no JSON object", "no text in UTF-8"],
+        ["line 1 is not a JSON object", "not UTF-8 text"],
     ),
     "a list a line": (
         "a.jsonl",
@@ -163,25 +163,25 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
         "a.jsonl",
         b'{"prompt": "a"},\n{"prompt": "b"}',
         {},
-        ["line 1 is no JSON object: Extra", "one object a line"],
+        ["line 1 is not a JSON object: Extra", "one object per line"],
     ),
     "a comma within a row": (
         "a.jsonl",
         b'{"prompt": "a",}',
         {},
-        ["line 1 is no JSON object", "one object a line"],
+        ["line 1 is not a JSON object", "one object per line"],
     ),
     "a broken list": (
         "a.json",
         b'[{"prompt": "a"},\n]',
         {},
-        ["a.json is no JSON list of objects", "line "],
+        ["a.json is not a JSON list of objects", "line "],
     ),
     "too deep": (
         "a.jsonl",
         lines(GOOD[0]) + b"[" * 100_000,
         {},
-        ["line 2 is no JSON object: maximum recursion depth"],
+        ["line 2 is not a JSON object: maximum recursion depth"],
     ),
     "an open quote": (
         "a.csv",
@@ -217,9 +217,9 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
         "a.jsonl.gz",
         gzip.compress(lines(*GOOD), mtime=0),
         {},
-        ["a.jsonl.gz is of a kind", "unpack or convert it"],
+        ["a.jsonl.gz is of an unsupported kind", "unpack or convert it"],
     ),
-    "a workbook": ("a.xlsx", b"PK", {}, ["a.xlsx is of a kind that is not read", ".parquet, .csv"]),
+    "a workbook": ("a.xlsx", b"PK", {}, ["a.xlsx is of an unsupported kind", ".parquet, .csv"]),
     "no such column": (
         "a.jsonl",
         lines(*GOOD),
@@ -379,7 +379,7 @@ def test_lines_are_json_each_with_its_number(tmp_path: Path) -> None:
         b"1,2\n3",
     ):
         (tmp_path / "b.jsonl").write_bytes(torn)
-        with pytest.raises(ShoalError, match=r"line [12] is no JSON object"):
+        with pytest.raises(ShoalError, match=r"line [12] is not a JSON object"):
             list(read_file(tmp_path / "b.jsonl"))
 
 

@@ -290,7 +290,7 @@ def test_rows_without_gold_are_dropped_and_counted(tmp_path: Path) -> None:
         ("\n\n", "data.jsonl is empty"),
         (
             '{"question": "a", "answer": "#### 1"}\n\n{"question": \n',
-            "line 3 is no JSON object: Expecting value",
+            "line 3 is not a JSON object: Expecting value",
         ),
         ("[1]\n", "row 0 is a int; an object with"),
         (
@@ -313,11 +313,11 @@ def test_rows_without_gold_are_dropped_and_counted(tmp_path: Path) -> None:
             '{"question": "a", "answer": "#### 1"}\n{"question": "a", "answer": '
             + "9" * 5000
             + "}",
-            "line 2 is no JSON object: Exceeds the limit",
+            "line 2 is not a JSON object: Exceeds the limit",
         ),
         (
             '{"question": "a \\ud83d b", "answer": "#### 1"}\n',
-            r"line 1 is no JSON.* holds \\ud83d, half of a char",
+            r"line 1 is not a JSON object.* holds \\ud83d, half of a char",
         ),
         ('{"question": "a", "answer": "#### 1"}\n', "has 1 row and no other split to evaluate on"),
     ],
@@ -332,7 +332,7 @@ def test_bad_rows_say_where(tmp_path: Path, text: str, told: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_bytes(b'{"question": "\xff"}')
     with pytest.raises(
-        ShoalError, match=r"data\.jsonl, line 1 is no JSON object: it is no text in UTF-8"
+        ShoalError, match=r"data\.jsonl, line 1 is not a JSON object: it is not UTF-8 text"
     ):
         load(tmp_path / "data.jsonl")
     (tmp_path / "data.parquet").write_bytes(b"no parquet")

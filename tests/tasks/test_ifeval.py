@@ -572,7 +572,7 @@ def test_training_holds_out_every_tenth_row_and_warns(published: Path) -> None:
         ]
         assert (
             "every tenth row of it is held out, 2 of 25" in task.notes[0]
-            and "no fair figures" in task.notes[1]
+            and "no longer has fair figures" in task.notes[1]
         )
         assert len(task.notes) == 2
     few = load(

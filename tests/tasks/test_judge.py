@@ -539,7 +539,7 @@ def test_a_run_and_its_resumption_have_the_same_rewards_and_count_the_cost(
         ),
         (
             ["reward=judge:{url}", *GRADER, "reward.judge.template={{golden}}"],
-            "names 'golden', which is no column",
+            "names 'golden', which is not a column",
         ),
         (
             ["reward=judge:{url}", "reward.judge.model=refused", "reward.on_error=skip"],

@@ -142,13 +142,16 @@ def test_two_texts_are_no_text() -> None:
             {"private_test_cases": base64.b64encode(zlib.compress(b"plain")).decode()},
             "`private_test_cases` is no pickle of a text",
         ),
-        ({"private_test_cases": packed("plain")}, "`private_test_cases` is no JSON list of tests"),
-        ({"public_test_cases": "{}"}, "`public_test_cases` is no JSON list of tests"),
+        (
+            {"private_test_cases": packed("plain")},
+            "`private_test_cases` is not a JSON list of tests",
+        ),
+        ({"public_test_cases": "{}"}, "`public_test_cases` is not a JSON list of tests"),
         ({"public_test_cases": "[1]"}, "`public_test_cases` has a test without `input`"),
         ({"public_test_cases": '[{"input": "1"}]'}, "has a test without `input` and `output`"),
         ({"public_test_cases": "[]", "private_test_cases": "[]"}, "has no tests"),
-        ({"metadata": "x"}, "`metadata` is no JSON object"),
-        ({"metadata": '{"func_name": "f"}'}, "a test of a function has '1 2', which is no JSON"),
+        ({"metadata": "x"}, "`metadata` is not a JSON object"),
+        ({"metadata": '{"func_name": "f"}'}, "a test of a function has '1 2', which is not JSON"),
     ],
 )
 def test_tests_that_cannot_be_read_are_named(changed: dict[str, str], fault: str) -> None:

@@ -792,6 +792,7 @@ def test_a_run_that_publishes_its_old_weights_ends(workshop, monkeypatch):
             run.source, "publish", lambda version, _, keep_from: publish(version, first, keep_from)
         )
         with pytest.raises(
-            ShoalError, match="stopped after step 1: an update was made, but the weights of before"
+            ShoalError,
+            match="stopped after step 1: an update was made, but the weights from before",
         ):
             run.train()

@@ -820,9 +820,9 @@ def test_an_adapter_of_another_model_is_one_error(base, tmp_path):
         resolve_model(
             ModelSection(path=str(base), lora=LoraSection(path=str(tmp_path / "a"), rank=8))
         )
-    with pytest.raises(ShoalError, match=r"is no adapter: it holds no adapter_config.json"):
+    with pytest.raises(ShoalError, match=r"is not an adapter: it holds no adapter_config.json"):
         resolve_model(ModelSection(path=str(base), lora=LoraSection(path=str(wider))))
-    with pytest.raises(ShoalError, match=r"has an adapter on .* already"):
+    with pytest.raises(ShoalError, match=r"already has an adapter on "):
         resolve_model(ModelSection(path=str(tmp_path / "a"), lora=LoraSection(rank=2)))
     weights = tmp_path / "a" / peft.WEIGHTS
     save_file(

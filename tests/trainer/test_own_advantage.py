@@ -237,7 +237,7 @@ def test_the_comparison_is_made_once():
     ("settings", "message"),
     [
         ({"credit": "state"}, "expected grpo or dr_grpo or rloo with algorithm.credit=state"),
-        ({"credit": "turn", "discount": 0.5}, "expected 1 with a function of yours"),
+        ({"credit": "turn", "discount": 0.5}, "expected 1 with your own function"),
         ({"credit": "turn", "loss": "gspo"}, "expected a loss by token"),
     ],
 )

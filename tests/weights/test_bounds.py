@@ -222,9 +222,9 @@ def test_a_model_without_measure_is_refused(folder: Path, entry: str, most: str)
 def test_a_pipe_in_place_of_weights_is_refused(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
-    with pytest.raises(ShoalError, match=r"model\.safetensors is no file but a pipe"):
+    with pytest.raises(ShoalError, match=r"model\.safetensors is not a file but a pipe"):
         tensor_files.read_header(folder / "model.safetensors")
-    with pytest.raises(ShoalError, match=r"model\.safetensors is no file but a pipe"):
+    with pytest.raises(ShoalError, match=r"model\.safetensors is not a file but a pipe"):
         huggingface.open_tensors(folder, architecture_of(folder))
 
 
@@ -271,6 +271,6 @@ def test_a_prompt_that_fits_is_encoded_whole() -> None:
 def test_a_body_that_is_nested_too_deeply_is_refused(depth: int) -> None:
     nested = "[" * depth + "]" * depth
     with pytest.raises(
-        ShoalError, match=r"the body is no valid (request: more than 200 lists|JSON)"
+        ShoalError, match=r"the body is not (a valid request: more than 200 lists|valid JSON)"
     ):
         parse(f'{{"messages": [{{"role": "user", "content": "x", "a": {nested}}}]}}'.encode())

@@ -638,7 +638,7 @@ def test_a_hub_that_does_not_answer_is_said_and_given_up(tmp_path):
         )
     assert "waiting for org/name of the Hugging Face hub" in ended.stderr
     assert (
-        "ShoalError: org/name is no local folder, and as a hub id it could not be downloaded"
+        "ShoalError: org/name is not a local folder, and as a hub id it could not be downloaded"
         in ended.stderr
     )
 
@@ -793,7 +793,7 @@ def test_a_truncated_or_damaged_file_is_named_in_a_line(tmp_path):
         *(len(text).to_bytes(8, "little") + text + b"0" * 50 for text in headers),
     ):
         file.write_bytes(content)
-        with pytest.raises(ShoalError, match="no whole safetensors file") as error:
+        with pytest.raises(ShoalError, match="not a complete safetensors file") as error:
             load(tmp_path)
         assert (
             str(error.value).startswith(str(file)) and len(str(error.value)) < len(str(file)) + 120

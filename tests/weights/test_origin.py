@@ -93,7 +93,7 @@ def test_one_line_says_what_is_passed_over(tmp_path):
     source = resolve_model(ModelSection(path=str(with_tower(write_model(tmp_path, "gemma3")))))
     (note,) = source.notes
     assert note.level == "ok" and "\n" not in note.text
-    assert "the text model alone is read and trained; " in note.text
+    assert "only the text model is read and trained; " in note.text
     assert (
         "1 tensor of mtp, 1 tensor of multi_modal_projector, 4 tensors of vision_tower" in note.text
     )
@@ -232,7 +232,7 @@ def test_exports_of_runs_have_the_towers_of_what_they_began_with(tmp_path, capsy
     shutil.move(shop.model, tmp_path / "elsewhere")
     export(ExportConfig(source=str(first), to=str(tmp_path / "text")))
     said = [line for line in capsys.readouterr().out.splitlines() if "towers" in line]
-    assert len(said) == 1 and "the text model alone is written" in said[0]
+    assert len(said) == 1 and "only the text model is written" in said[0]
     config = json.loads((tmp_path / "text" / "config.json").read_text())
     assert config["architectures"] == ["Gemma3ForCausalLM"]
     assert config["model_type"] == "gemma3_text" and config["torch_dtype"] == "float32"

@@ -287,7 +287,7 @@ def test_weights_of_an_earlier_versions_fingerprint_are_not_compared():
     facts = {"machine": {}, "data": "4 rows", "rewards": {}}
     saved_facts = facts | {"base": "0x1"}
     compare_facts(saved_facts, facts | {"base": f"0x2{BY_LAYER}"}, Console(written))
-    assert "its checkpoint is of an earlier version" in " ".join(written.getvalue().split())
+    assert "its checkpoint is from an earlier version" in " ".join(written.getvalue().split())
 
 
 @pytest.mark.slow

@@ -208,7 +208,7 @@ def suggest_fit(budget: Budget, describe: Describe, available: float) -> Advice:
     if not _is_enough(now, share):
         # devices that together have the bytes which all devices need now
         needed = -(-now.peak() * now.num_used_devices // int(share * now.memory))
-        texts.append(f"a smaller model, or more devices (mesh.fsdp): some {needed} of these")
+        texts.append(f"a smaller model, or more devices (mesh.fsdp): about {needed} of them")
     text = "; then ".join(texts)
     if not chain:
         return Advice("model.path", {}, text, 0)
@@ -362,7 +362,7 @@ def faster_changes(budget: Budget) -> list[Change]:
                     "mesh.data": 1,
                     "mesh.fsdp": -1,
                 },
-                "machines exchange gradients alone, and each holds the whole model",
+                "machines exchange only gradients, and each holds the whole model",
             )
         )
     return changes
@@ -384,7 +384,9 @@ def lossy_changes(budget: Budget) -> list[Change]:
                 "an adapter is trained, with five to ten times the learning rate",
             )
         )
-    changes.append(Change({"optimizer.moments": "bfloat16"}, "Adam's moments rounded at random"))
+    changes.append(
+        Change({"optimizer.moments": "bfloat16"}, "Adam's moments rounded stochastically")
+    )
     without_reference = {}
     for key, off in (("algorithm.kl_coef", 0.0), ("algorithm.kl_metric", False)):
         if get_value(config, key):

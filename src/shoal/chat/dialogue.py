@@ -94,7 +94,7 @@ def streams_of(
         if turn is None:
             raise ShoalError(
                 f"the chat template does not write message {index} where it asks a model for it "
-                f"(behind {prompt_text[-40:]!r}): give another with model.template",
+                f"(after {prompt_text[-40:]!r}): give another with model.template",
                 "model.template",
             )
         turn_text, marked = turn
@@ -193,7 +193,7 @@ def unwritten(
         calls = message.get("tool_calls") or []
         reduced.append({**message, "tool_calls": calls[:1]} if len(calls) > 1 else message)
     if "tool_calls" not in names and reduced != list(messages) and not is_written(reduced, tools):
-        names.append("tool calls behind the first of a message")
+        names.append("tool calls after the first of a message")
     # Llama 3's template writes only the calls of a message with tool calls, not its text.
     reduced = []
     has_text_beside_calls = False

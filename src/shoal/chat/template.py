@@ -65,8 +65,9 @@ def compile_template(
     if "messages" not in names:
         # It may be a file of data: every prompt would then be this text.
         raise ShoalError(
-            f"{name} {template[:40]!r} does not use `messages`, so it is none: every prompt "
-            "would be the same; expected a Jinja template, as in a model's chat_template.jinja",
+            f"{name} {template[:40]!r} does not use `messages`, so it is not a chat template: "
+            "every prompt would be the same; expected a Jinja template, as in a model's "
+            "chat_template.jinja",
             "model.template",
         )
     return compiled

@@ -54,7 +54,7 @@ def read_backend(file: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
-        raise ShoalError(f"{file} is no valid tokenizer: {error}") from error
+        raise ShoalError(f"{file} is not a valid tokenizer: {error}") from error
 
 
 def read_special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:

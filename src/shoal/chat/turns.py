@@ -80,7 +80,7 @@ class TurnFormat:
                 raise ShoalError(_NO_PLACE.format("tools"), "model.template")
             answer = {**_QUESTION, "role": "tool", "name": names[0]}
         if answer["content"] not in tokenizer.decode(self.encode_context([answer])):
-            raise ShoalError(_NO_PLACE.format("answers of tools"), "model.template")
+            raise ShoalError(_NO_PLACE.format("tool answers"), "model.template")
         if names:
             if call_format == "auto":
                 call_format = find_call_format(tokenizer, self._schemas)

@@ -210,7 +210,7 @@ def check_prompts(
         check.warning(
             f"evaluation samples {evaluated:,} completions, training {trained:,}: lower "
             f"task.num_eval_questions={config.task.num_eval_questions} (0 is all) or "
-            f"train.pass_k={config.pass_k}, or train.evaluate_every=-1 leaves evaluation out",
+            f"train.pass_k={config.pass_k}, or turn evaluation off with train.evaluate_every=-1",
             "task.num_eval_questions",
         )
     _check_answers(config, task, tokenizer, check)
@@ -267,7 +267,7 @@ def check_template(
         )
     if not isinstance(prompt, str) and has_special:
         check.warning(
-            "the question holds special tokens itself, so a template stands within the template: "
+            "the question holds special tokens itself, so one template is inside another: "
             "give plain text in the data (task.path), or a bare model.template",
             "task.path",
         )
@@ -340,7 +340,7 @@ def check_template_writes(
         check.warning(
             f"{unended} of {count(learned, 'answer')} checked end without an end-of-sequence "
             "token, so the model does not learn to end them: give a template that writes one "
-            "behind the assistant's turn with model.template",
+            "after the assistant's turn with model.template",
             "model.template",
         )
 

@@ -30,12 +30,11 @@ class Overlap:
         if no question is shared."""
         if not self.num_shared:
             return ""
-        have = "has" if self.num_shared == 1 else "have"
+        share = "shares" if self.num_shared == 1 else "share"
         return (
-            f"{name}: {self.num_shared} of {count(self.num_questions, 'question')} {have} "
-            f"{NUM_WORDS} words in a row that training data of {model} has too, "
-            f"{self.num_whole} of them all their words, so that figures on them say little; the "
-            "first is "
+            f"{name}: {self.num_shared} of {count(self.num_questions, 'question')} {share} "
+            f"{NUM_WORDS} consecutive words with the training data of {model}, "
+            f"{self.num_whole} of them completely, so figures on them say little; the first is "
             f"{shorten(self.question, 60)!r}, in {self.place}"
         )
 

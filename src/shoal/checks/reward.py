@@ -376,7 +376,7 @@ def lost_in_decoding(
     completion = completions[0][best]
     if completion.opened:
         return (
-            f"the prompt ends with {completion.opened}, so a completion begins behind it, and the "
+            f"the prompt ends with {completion.opened}, so a completion begins after it, and the "
             f"reward never sees it: {loss}; give another model.template, whose generation prompt "
             f"ends before {completion.opened}, or a reward that takes completions without it"
         )

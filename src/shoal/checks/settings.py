@@ -348,8 +348,8 @@ def critic_warnings(config: Config) -> Iterator[tuple[str, str]]:
         if is_changed and not config.algorithm.has_critic:
             yield (
                 f"critic.{name}",
-                f"critic.{name}={shown(value)} has no effect: there is a critic with "
-                "algorithm.advantage=gae alone",
+                f"critic.{name}={shown(value)} has no effect: only "
+                "algorithm.advantage=gae has a critic",
             )
     if c.coef != defaults.coef and not c.shared and config.algorithm.has_critic:
         yield (

@@ -77,7 +77,7 @@ def convert(config: ConvertConfig, console: Console | None = None) -> dict[str, 
         )
     if config.format != "maxtext" and not tree:
         raise ShoalError(
-            f"from={source} is no MaxText checkpoint (.../0/items): give one, or use `shoal "
+            f"from={source} is not a MaxText checkpoint (.../0/items): give one, or use `shoal "
             "export`, which writes a run's weights in Hugging Face's format"
         )
     make_roles(MeshSection(fsdp=1))  # raises ShoalError if JAX finds no devices

@@ -71,7 +71,7 @@ def _report(comparison: Comparison, notes: Sequence[RunNotes], console: Console)
         )
     if not comparison.group_steps_compared:
         console.note(
-            "no step has stored groups in both runs (report.groups): metrics alone are compared"
+            "no step has stored groups in both runs (report.groups): only metrics are compared"
         )
     if comparison.settings:
         values = {}

@@ -243,14 +243,14 @@ def check_weights(job: Job, parameters: Params) -> bool:
     if not_finite:
         check.wrong(
             f"NaN or infinity in the weights {', '.join(not_finite[:5])} of "
-            f"{job.config.model.path}: take another checkpoint"
+            f"{job.config.model.path}: use another checkpoint"
         )
         return False
     size = sum(leaf.size for leaf in jax.tree.leaves(parameters))
     active = active_parameter_count(job.model.architecture)
     of_a_token = ""
     if active < size:
-        of_a_token = f", of which a token has {active / 1e6:.1f}M"
+        of_a_token = f", {active / 1e6:.1f}M of them active per token"
     check.ok(f"{size / 1e6:.1f}M parameters{of_a_token}, all finite")
     return True
 
@@ -315,7 +315,7 @@ def report_agreement(job: Job, trial: StepTrial) -> dict[str, Any]:
         )
     elif largest > LARGEST_DIFFERENCE[dtype]:
         agreement.warning(
-            f"{text}: more than {LARGEST_DIFFERENCE[dtype]:g} is to be expected; try "
+            f"{text}: more than the expected {LARGEST_DIFFERENCE[dtype]:g}; try "
             "model.dtype=float32, and watch sampler_gap/logprob_mean",
             "model.dtype",
         )

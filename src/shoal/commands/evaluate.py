@@ -66,7 +66,7 @@ def evaluate(
         params = config.sampling.params
         if config.pass_k and params.temperature == 0:
             console.note(
-                "sampling.temperature=0: greedy answers alone; pass@k and maj@k need samples that "
+                "sampling.temperature=0: only greedy answers; pass@k and maj@k need samples that "
                 "differ"
             )
         source = job.rollout_source

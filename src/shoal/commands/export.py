@@ -153,7 +153,7 @@ def _write_adapter(
     is_of_other_format = base.is_dir() and not (base / "config.json").is_file()
     if is_packaged or is_of_other_format:
         console.note(
-            "PEFT wants base_model_name_or_path to be a folder or hub id in Hugging Face "
+            "PEFT needs base_model_name_or_path to be a folder or hub id in Hugging Face "
             f"format: export from={model.base} too, and write that folder into "
             f"{config.to}/{peft.CONFIG}"
         )
@@ -174,7 +174,7 @@ def _write_model(
     if origin is None and is_multimodal(described):
         console.note(
             f"the weights that {config.source} began with are not here, and with them the "
-            "towers for its other kinds of input: the text model alone is written"
+            "towers for its other kinds of input: only the text model is written"
         )
     params = adapters.merge(architecture, model.load(role, np.float32), role)
     with explain_write_errors(to, "to"):

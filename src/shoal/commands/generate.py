@@ -97,7 +97,9 @@ def read_prompts(path: Path) -> list[Example]:
     for row_index, (line, row) in enumerate(read_file(path)):
         examples.append(example_of(row_index, line, row))
     if not examples:
-        raise ShoalError(f'{path} holds no prompt: write one JSON object a line, {{"prompt": ...}}')
+        raise ShoalError(
+            f'{path} holds no prompt: write one JSON object per line, {{"prompt": ...}}'
+        )
     return examples
 
 
@@ -105,12 +107,12 @@ def encoding_text(
     prompts: Sequence[TokenizedExample], tokenizer: Tokenizer, template_given: bool
 ) -> str:
     """Returns how prompts are encoded: `2 of messages, through the model's chat template; 3 of
-    text, as it is, past any chat template`; a kind without a prompt is left out.
+    text, unchanged, without a chat template`; a kind without a prompt is left out.
     `template_given`: True if the key model.template chooses the template."""
     num_texts = sum(isinstance(prompt.example.prompt, str) for prompt in prompts)
     num_messages = len(prompts) - num_texts
     if not tokenizer.has_template:
-        how = "as plain `User: ...` lines, for want of a chat template"
+        how = "as plain `User: ...` lines, because there is no chat template"
     elif template_given:
         how = "through model.template"
     else:
@@ -119,7 +121,7 @@ def encoding_text(
     if num_messages:
         parts.append(f"{num_messages:,} of messages, {how}")
     if num_texts:
-        parts.append(f"{num_texts:,} of text, as it is, past any chat template")
+        parts.append(f"{num_texts:,} of text, unchanged, without a chat template")
     return "; ".join(parts)
 
 

@@ -54,7 +54,7 @@ OPTIONS: Mapping[str, str] = {
 
 TOPICS: Mapping[str, str] = {
     "model": "the model to train, and the type of its computation",
-    "model.lora": "an adapter that is trained in place of all weights",
+    "model.lora": "an adapter that is trained instead of all weights",
     "task": "questions to train and evaluate on",
     "reward": "functions that score completions",
     "reward.judge": "a language model that scores completions",
@@ -139,7 +139,7 @@ def command_help(command: str, topics: Sequence[str] = ()) -> str:
         )
     topics = [topic for topic in TOPICS if topic in sections_of(config_type)]
     if topics:
-        lines += ["", f"one topic alone: shoal {command} --help TOPIC, of"]
+        lines += ["", f"a single topic: shoal {command} --help TOPIC, of"]
         lines += _wrapped(", ".join(topics), indent=2, break_on_hyphens=True)
     return "\n".join(lines)
 

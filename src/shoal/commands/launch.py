@@ -103,8 +103,8 @@ def launch(config: LaunchConfig, console: Console) -> None:
     client, argv, needed = CLIENTS[config.target]
     if shutil.which(client) is None:
         raise ShoalError(
-            f"target={config.target}: {client} is not on PATH, so nothing was started; what it is "
-            f"to be given is printed. It needs {needed}; --dry-run only prints"
+            f"target={config.target}: {client} is not on PATH, so nothing was started; the input "
+            f"that it would get is printed. It needs {needed}; --dry-run only prints"
         )
     if argv[0] == "bash":  # gets the text as its last argument, other programs get it on stdin
         ended = subprocess.run([*argv, text], text=True)
@@ -112,8 +112,8 @@ def launch(config: LaunchConfig, console: Console) -> None:
         ended = subprocess.run(argv, input=text, text=True)
     if ended.returncode:
         raise ShoalError(
-            f"target={config.target}: {client} ended with exit code {ended.returncode}; what it "
-            "was given is printed"
+            f"target={config.target}: {client} ended with exit code {ended.returncode}; the "
+            "input that it got is printed"
         )
 
 
@@ -358,7 +358,7 @@ def slurm_script(work: Workload) -> str:
     and if there is no job."""
     if work.topology and work.topology.accelerator.is_tpu:
         raise ShoalError(
-            f"topology={work.topology}: Slurm has machines with GPUs here, as h100:8x8; use "
+            f"topology={work.topology}: Slurm has machines with GPUs here, such as h100:8x8; use "
             "target=gke or xpk for a TPU"
         )
     # `B:` sends the signal to the script itself, which hands it on to the run.

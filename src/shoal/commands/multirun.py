@@ -147,7 +147,7 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
             if name in FOLDER_KEYS:
                 raise ShoalError(
                     f"{name}={text}: this key cannot be swept, the runs of a sweep get folders by "
-                    "number; put quotes around a value that holds commas"
+                    "number; put quotes around a value that contains commas"
                 )
             choices[name] = texts
         elif texts != [text]:  # quotes were removed

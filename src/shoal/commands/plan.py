@@ -88,8 +88,8 @@ def show_job(budget: Budget, console: Console) -> None:
         console.warning(idle)
     _show_memory(budget.estimated(), console)
     console.note(
-        "exact: what is held; estimated: activations; temporary arrays are known when all is "
-        "compiled"
+        "exact: what is held; estimated: activations; temporary arrays are known once "
+        "everything is compiled"
     )
 
 
@@ -241,8 +241,8 @@ def _show_time(budget: Budget, console: Console) -> None:
         return
     console.table(head, rows + _step_rows(budget))
     console.note(
-        "seconds: floor, what its operations take at the peak rate, or its weights and caches "
-        "to be read; hidden, with all transfers between devices behind the computation; not "
+        "seconds: floor, the time of its operations at the peak rate, or to read its weights and "
+        "caches; hidden, with all transfers between devices hidden behind the computation; not "
         "hidden, after it"
     )
     longest = max(budget.costs, key=lambda name: budget.seconds(name)[1])  # [1]: transfers hidden
@@ -383,7 +383,7 @@ def _calibration_text(calibration: Any) -> str:
         figures.append(f"{name} {middle:.3g} ({least:.3g} to {most:.3g})")
     return (
         f"measured on {count(calibration['devices'], calibration['device'])} with JAX "
-        f"{calibration['jax']}, in place of what the maker says: {', '.join(figures)}, in bytes, "
+        f"{calibration['jax']}, instead of the maker's figures: {', '.join(figures)}, in bytes, "
         "operations and seconds"
     )
 

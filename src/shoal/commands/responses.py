@@ -138,8 +138,8 @@ def _load_scoring_task(
     takes_preset = with_data is None and "reward" in inspect.signature(module.blank).parameters
     if has_preset and (functions or config.reward.functions or not takes_preset):
         console.warning(
-            f"reward.preset={config.reward.preset} has no effect: it is for the own rewards of "
-            "task=gsm8k"
+            f"reward.preset={config.reward.preset} has no effect: it is only for the rewards "
+            "of task=gsm8k itself"
         )
         has_preset = False
     if with_data is not None:

@@ -89,7 +89,7 @@ def idle(meaning: str, *names: str, **more: Any) -> list[Flag]:
 def counts_with(setting: str, *names: str) -> list[Flag]:
     """Returns rows like those of `idle` for flags that count together with another flag alone,
     which is refused. `setting`: the other flag's name."""
-    return idle(f"it counts with {setting} alone, which is refused", *names)
+    return idle(f"it counts only with {setting}, which is refused", *names)
 
 
 def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Flag]:
@@ -202,7 +202,7 @@ def read_bounds(both: str, low: str, high: str) -> Group:
     """Returns a reader of flags that are read together, for algorithm.clip_low and clip_high.
     `low`, `high`: the names of the flags for one bound; `both`: that of the flag for a bound whose
     own flag is not given or empty. A bound that no flag gives is not set. Names are without their
-    sections. The reader raises ShoalError for a text that is no finite number."""
+    sections. The reader raises ShoalError for a text that is not a finite number."""
 
     def read_clip(given: FlagTexts) -> KeyValues:
         """Returns the clip bounds that the given flags set."""
@@ -220,8 +220,8 @@ def read_bounds(both: str, low: str, high: str) -> Group:
 
 def template_variables(given: FlagTexts) -> KeyValues:
     """Reads variables of the chat template: a flag is the JSON object of several, or one entry of
-    it, with the entry's name behind a dot. ShoalError for a text that is no JSON object, and for a
-    value that is an object or a list."""
+    it, with the entry's name behind a dot. ShoalError for a text that is not a JSON object, and for
+    a value that is an object or a list."""
     variables: dict[str, Any] = {}
     for name, text in given.items():
         entry = name.partition("chat_template_kwargs.")[2]

@@ -440,7 +440,7 @@ FLAGS: list[Flag] = [
             (
                 "enable_lora",
                 tuple(flags.LORA.split()[:3]),
-                "an adapter alone is trained, where it is true",
+                "only an adapter is trained, where it is true",
             ),
             ("lora_rank", ("model.lora.rank",), "counts only with enable_lora=true"),
             ("lora_alpha", ("model.lora.alpha",), "counts only with enable_lora=true"),
@@ -467,8 +467,8 @@ FLAGS: list[Flag] = [
         accepts=("1",),
     ),
     *refused(
-        "shoal plan compiles for devices that are not here: there it is topology=v5p-8, two slices "
-        "v5p-8@2",
+        "shoal plan compiles for devices that you do not have: there it is topology=v5p-8, two "
+        "slices v5p-8@2",
         "compile_topology",
         "compile_topology_num_slices",
         accepts=("1",),
@@ -763,7 +763,7 @@ TUNIX_FLAGS: list[Flag] = [
         )
         for role in ("model_config", "actor_model_config")
         for name, key, meaning in (
-            ("rank", "rank", "an adapter alone is trained; with alpha"),
+            ("rank", "rank", "only an adapter is trained; with alpha"),
             ("alpha", "alpha", "with rank"),
             ("module_path", "targets", "products by Tunix's paths; by default all"),
         )

@@ -734,7 +734,7 @@ def verl_critic(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     what the policy has, because the critic here takes the policy's epochs, mini-batches and
     optimizer. Sets nothing. ShoalError, which names all flags that differ."""
     if get("algorithm.advantage") != "gae":
-        return {}, "algorithm.adv_estimator=gae alone has a critic"
+        return {}, "only algorithm.adv_estimator=gae has a critic"
     faults = []
     for name, text in given.items():
         asked, of_policy = _of_critic(name, text, get)

@@ -275,7 +275,7 @@ def read_reward(item: str) -> str:
 _NOT_PLAIN = {
     "lora_dropout": "sampler and trainer would be two models",
     "use_dora": "an adapter is plain LoRA",
-    "lora_modules_to_save": "an adapter alone is trained",
+    "lora_modules_to_save": "only an adapter is trained",
 }
 
 PEFT = "peft_config"
@@ -291,7 +291,7 @@ _OF_PEFT = {
 }
 """Field of PEFT's LoraConfig -> the flag of TRL's ModelConfig that means the same."""
 
-_PLAIN_LORA = "an adapter has r, lora_alpha, target_modules and use_rslora alone"
+_PLAIN_LORA = "an adapter has only r, lora_alpha, target_modules and use_rslora"
 
 _PLAIN_FLAGS = ("lora_r", "lora_alpha", "lora_target_modules", "use_rslora")
 """Flags of ModelConfig that an adapter of Shoal has."""
@@ -418,8 +418,8 @@ def read_resume(name: str, text: str) -> KeyValues:
             own = f"{run}/checkpoints/{checkpoint}"
             raise ShoalError(
                 f"{name}={text}: {run} has checkpoints of steps "
-                f"{', '.join(map(str, saved)) or '(none)'}, and a run is resumed from its newest "
-                f"one alone, resume={run}; a new run begins with the weights of another, "
+                f"{', '.join(map(str, saved)) or '(none)'}, and a run is resumed only from "
+                f"its newest one, resume={run}; a new run begins with the weights of another, "
                 f"model={own}"
             )
     return {"resume": str(run)}
@@ -462,7 +462,7 @@ FLAGS: list[Flag] = [
         "follows is cut",
     ),
     *only(
-        "the assistant's turns alone have a loss",
+        "only the assistant's turns have a loss",
         "true",
         names="assistant_only_loss completion_only_loss",
     ),
@@ -525,7 +525,7 @@ FLAGS: list[Flag] = [
     ),
     *refused("rewards are not whitened, advantages are (algorithm.whiten)", "whiten_rewards"),
     *refused(
-        "a reward function sees the whole completion: subtract there what a missing end costs",
+        "a reward function sees the whole completion: subtract the penalty there",
         "missing_eos_penalty",
     ),
     *only("completions end with the model's own end tokens", "eos", names="stop_token"),
@@ -710,7 +710,7 @@ FLAGS: list[Flag] = [
     *derived(
         rules.trl_batch,
         "batch.prompts_per_step batch.micro_tokens algorithm.num_minibatches",
-        "completions of a step on all devices; in place of steps_per_generation",
+        "completions of a step on all devices; instead of steps_per_generation",
         "generation_batch_size",
     ),
     *[
@@ -834,7 +834,7 @@ FLAGS: list[Flag] = [
     ),
     *refused("environment.max_turns bounds the turns", "max_tool_calling_iterations"),
     *refused(
-        "no loss balances the experts",
+        "there is no load-balancing loss",
         "router_aux_loss_coef",
         accepts=("0.0", "0", "0.001"),
     ),

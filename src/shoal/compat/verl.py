@@ -134,7 +134,7 @@ FLAGS: list[Flag] = [
         _A + "policy_loss.loss_mode",
     ),
     *_grouped(verl_readers.read_loss, "aggregation", "the same names", _A + "loss_agg_mode"),
-    *derived(rules.verl_dual_clip, "algorithm.clip_dual", "of vanilla alone", _A + "clip_ratio_c"),
+    *derived(rules.verl_dual_clip, "algorithm.clip_dual", "only for vanilla", _A + "clip_ratio_c"),
     *_grouped(
         verl_readers.read_divergence,
         "kl_coef kl_placement",
@@ -212,7 +212,7 @@ FLAGS: list[Flag] = [
     *_grouped(
         verl_readers.read_estimator,
         "advantage",
-        "false: the group's mean alone; counts for grpo",
+        "false: only the group's mean; counts for grpo",
         "algorithm.norm_adv_by_std_in_grpo",
         is_switch=True,
     ),
@@ -239,7 +239,7 @@ FLAGS: list[Flag] = [
     *_grouped(
         verl_readers.read_correction,
         "correction",
-        "ppo_clip alone; counts with bypass_mode=true",
+        "only ppo_clip; counts with bypass_mode=true",
         "algorithm.rollout_correction.loss_type",
     ),
     *_grouped(
@@ -450,8 +450,8 @@ FLAGS: list[Flag] = [
             (
                 "lora_adapter_path",
                 "model.lora.path algorithm.reference",
-                "an adapter in PEFT's format: its rank, alpha and targets hold; the reference is "
-                "the model without it",
+                "an adapter in PEFT's format: its rank, alpha and targets are used; the reference "
+                "is the model without it",
             ),
         )
     ],
@@ -498,7 +498,7 @@ FLAGS: list[Flag] = [
     ),
     *refused("states are equal or not", "algorithm.gigpo.enable_similarity"),
     *counts_with("algorithm.gigpo.enable_similarity", "algorithm.gigpo.similarity_thresh"),
-    *refused("groups are never weighed by a preference", "algorithm.use_pf_ppo"),
+    *refused("groups are never weighted by a preference", "algorithm.use_pf_ppo"),
     *refused(
         "model.lora.targets names the products that have an adapter", _MODEL + "exclude_modules"
     ),
@@ -510,7 +510,7 @@ FLAGS: list[Flag] = [
         _MODEL + "external_lib",
     ),
     *refused(
-        "the reference is the model as the run begins (of an adapter: algorithm.reference)",
+        "the reference is the model at the start of the run (for an adapter: algorithm.reference)",
         _REF + "model.path",
     ),
     *refused("the learning rate falls to 0", _A + "optim.min_lr_ratio"),
@@ -534,9 +534,9 @@ FLAGS: list[Flag] = [
         _R + "quantization",
         "sampler.quantise",
         flags.one_of({"fp8": {"sampler.quantise": "fp8"}}),
-        "fp8: of weights alone, by output channel",
+        "fp8: only of weights, by output channel",
     ),
-    *refused("samples are always drawn", _R + "skip_rollout"),
+    *refused("completions are always sampled", _R + "skip_rollout"),
     *only(
         "log-probs are over the tokens that temperature, top_k and top_p leave",
         "processed_logprobs",
@@ -584,7 +584,7 @@ FLAGS: list[Flag] = [
         "reward_model.sandbox_fusion.url",
         "reward.sandbox_fusion.url",
     ),
-    *refused("a run's length is in steps; an evaluation alone is `shoal eval`", _T + "val_only"),
+    *refused("a run's length is in steps; to evaluate only, use `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
     *idle(
         "the first weights are evaluated, which changes nothing else; train.evaluate_every=-1 "
@@ -615,7 +615,7 @@ FLAGS: list[Flag] = [
     *refused("tools are tools=file.py:f,g", "data.function_tool_path"),
     *refused("distillation is teacher.path=MODEL with teacher.divergence", "distillation.enabled"),
     *refused(
-        "samples are always drawn",
+        "completions are always sampled",
         "skip.rollout.enable",
         "skip.rollout_tq.enable",
         "skip.async_rollout.enable",
@@ -728,7 +728,7 @@ FLAGS: list[Flag] = [
         ),
     ),
     *idle(
-        "algorithm.adv_estimator=gae alone has a critic, whose epochs, mini-batches and optimizer "
+        "only algorithm.adv_estimator=gae has a critic, whose epochs, mini-batches and optimizer "
         "but for the learning rate are the policy's",
         *_under(
             "critic.",
@@ -784,7 +784,7 @@ FLAGS: list[Flag] = [
         ),
     ),
     *idle(
-        "a setting of how data are read; it changes no number",
+        "a setting for reading data; it changes no number",
         *_under(
             "data.",
             """
@@ -811,7 +811,7 @@ FLAGS: list[Flag] = [
     *idle("every draw has its key from seed", _R + "seed", _R + "full_determinism"),
     *idle("devices of the sampler alone are mesh.sampler", _R + "nnodes", _R + "n_gpus_per_node"),
     *idle(
-        "text models alone",
+        "only text models",
         "data.audio_key",
         "data.mm_processor_kwargs",
         _R + "router_config_path",

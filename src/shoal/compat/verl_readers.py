@@ -348,8 +348,8 @@ def read_reward_file(given: FlagTexts) -> KeyValues:
         return {}
     if "path" not in named:
         raise ShoalError(
-            f"{next(iter(given))} needs custom_reward_function.path, the file that the function "
-            "stands in"
+            f"{next(iter(given))} needs custom_reward_function.path, the file that defines the "
+            "function"
         )
     return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
 

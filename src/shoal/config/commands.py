@@ -119,7 +119,7 @@ class ServeConfig:
     seed: int = 0
     """Seed of requests that have none."""
     batch: int = 32
-    """Completions sampled at once on each device; more wait."""
+    """Completions sampled at once on each device; further ones wait."""
     model: ModelSection = field(default_factory=ModelSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
     mesh: MeshSection = field(default_factory=MeshSection)
@@ -149,7 +149,7 @@ class ExportConfig:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights written."""
     merge: bool = False
-    """Of a run that trained an adapter: add it to the model's weights (in float32), and write a
+    """For a run that trained an adapter: add it to the model's weights (in float32), and write a
     whole model."""
 
 
@@ -189,18 +189,20 @@ class DoctorConfig(Config):
 
 @dataclass(frozen=True)
 class PlanConfig(Config):
-    """`shoal plan`: compiles a training job for devices that are not here, to see whether it fits
-    and how fast a step is. With --dry-run it estimates the memory in seconds, without compiling."""
+    """`shoal plan`: compiles a training job for devices that you do not have, to see whether it
+    fits and how fast a step is. With --dry-run it estimates the memory in seconds, without
+    compiling."""
 
     topology: str = ""
     """Devices to plan for: v5p-256, v5p:4x4x8, v6e:4x8@2 (two slices), h100:8, h200:8x8 (eight
-    machines); empty for the devices here."""
+    machines); empty for the devices of this machine."""
     layers: Literal["auto", "shallow", "all"] = "auto"
-    """Layers to compile: auto takes few for a deep model's decoding and extrapolates, shallow does
-    so for every program, all compiles every layer. Few are 2 and 4, or whole patterns of layers."""
+    """Layers to compile: auto compiles few for a deep model's decoding and extrapolates, shallow
+    does so for every program, all compiles every layer. Few means 2 and 4, or whole patterns of
+    layers."""
     calibration: str = ""
     """File with what `benchmarks/accelerator.py --calibration` measured on such a device; without
-    it the maker's figures for bandwidths, products and links count."""
+    it, the maker's figures for bandwidths, products and links are used."""
     json: bool = False
     """Print the plan as JSON."""
 
@@ -332,7 +334,7 @@ class CompatConfig:
 @dataclass(frozen=True)
 class LaunchConfig:
     """`shoal launch`: starts a job on a cluster, and prints the command, manifest or script that
-    starts it. The job stands after `--`: shoal launch target=gke topology=v5p-256 -- train
+    starts it. The job comes after `--`: shoal launch target=gke topology=v5p-256 -- train
     model.name=llama3.3-70b."""
 
     target: Literal["docker", "ray", "slurm", "gke", "xpk"] = "docker"
@@ -360,12 +362,12 @@ class LaunchConfig:
     """gke, xpk: how often the job is started again after a failure; being taken away does not
     count."""
     options: tuple[str, ...] = ()
-    """Further words for the client: of xpk [--zone=Z,--project=P], of ray [--no-wait], of Slurm
-    lines of #SBATCH."""
+    """Further arguments for the client: for xpk [--zone=Z,--project=P], for ray [--no-wait], for
+    Slurm lines of #SBATCH."""
     dry_run: bool = False
     """Only print."""
     job: tuple[str, ...] = ()
-    """The job: what stands after `--`. A command of shoal, or any other."""
+    """The job: everything after `--`. A command of shoal, or any other."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is too small, or a

@@ -154,13 +154,13 @@ def staleness_text(config: Config, own_devices: bool) -> str:
         return ""
     takes_newest = config.train.versions == "newest"
     if own_devices and takes_newest:
-        return f"{text}; the sampler takes new weights while completions go on"
+        return f"{text}; the sampler takes new weights in the middle of completions"
     if own_devices:
-        return f"{text}; the sampler goes on while the trainer learns"
+        return f"{text}; the sampler continues while the trainer learns"
     if takes_newest:
         return (
             f"{text}; sampler and trainer share devices and take turns, so with "
-            "train.versions=newest none is"
+            "train.versions=newest none is that old"
         )
     return text
 

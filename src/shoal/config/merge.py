@@ -471,7 +471,7 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
             counts_batches = setting.key == "steps" and (before.of_rule or setting.of_rule)
             if layer.file is None and not counts_batches:  # the command line
                 notes.append(
-                    f"{before.name} and {setting.name} both set {what}: the later one stands, "
+                    f"{before.name} and {setting.name} both set {what}: the later one counts, "
                     f"{setting.name}"
                 )
                 continue

@@ -60,7 +60,7 @@ than the nearest key of Shoal, for the flag to be suggested instead."""
 
 
 QUANTISED = (
-    "8-bit weights are model.quantise=int8 or fp8, for LoRA's frozen weights alone, or "
+    "8-bit weights are model.quantise=int8 or fp8, only for LoRA's frozen weights, or "
     "sampler.quantise"
 )
 UNSUPPORTED: Mapping[str, str] = {

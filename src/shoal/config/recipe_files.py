@@ -135,7 +135,9 @@ def _band(value: Any, where: str) -> Band:
         steps[step] = (float(ends[0]), float(ends[1]))
     seeds = _number(values, "seeds", where)
     if seeds != int(seeds) or seeds < 2:
-        raise ShoalError(f"{where}.seeds: expected 2 or more, got {seeds:g}: one seed is no band")
+        raise ShoalError(
+            f"{where}.seeds: expected 2 or more, got {seeds:g}: one seed does not make a band"
+        )
     return Band(_text(values, "metric", where), int(seeds), dict(sorted(steps.items())))
 
 

@@ -107,10 +107,10 @@ def decisions_of(stored: Mapping[str, Any]) -> dict[str, Decision]:
     decisions = {}
     for name, written in stored.items():
         if name not in known or not isinstance(written, Mapping) or "value" not in written:
-            raise ShoalError(f"{name} is no decision of a key")
+            raise ShoalError(f"{name} is not a decision about a key")
         sources = written.get("from") or {}
         if not isinstance(sources, Mapping):
-            raise ShoalError(f"what {name} follows from is no mapping")
+            raise ShoalError(f"what {name} follows from is not a mapping")
         value = convert_value(known[name], _unescaped(written["value"]))
         then = {source: _unescaped(sources[source]) for source in sources}
         decisions[name] = Decision(value, then)

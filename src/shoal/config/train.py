@@ -57,9 +57,9 @@ class Config:
     """Folder in which run folders are created."""
     resume: str = key("", stages=())
     """Run folder to resume, or `last`: the newest run in base_output_directory. The run's own
-    configuration is loaded, with your keys over it."""
+    configuration is loaded, and your keys override it."""
     recipe: str = key("", stages=(), on_resume="warn")
-    """All defaults of another system, loaded under your own keys: trl, verl, maxtext, tunix,
+    """All defaults of another system, which your own keys override: trl, verl, maxtext, tunix,
     torchrl, scalerl, prime-rl."""
     price: float = key(0.0, stages=())
     """Price of a device for an hour, in any currency: the run and the plan then say what they cost;
@@ -93,7 +93,7 @@ class Config:
             self.optimizer.reduce_dtype == "float32" or self.model.dtype in ("auto", "bfloat16"),
             "optimizer.reduce_dtype",
             self.optimizer.reduce_dtype,
-            "float32, or model.dtype=bfloat16 beside it",
+            "float32, or together with model.dtype=bfloat16",
         )
         if self.algorithm.learns_from_data:
             require(
@@ -165,7 +165,7 @@ class Config:
             self.teacher.quantise == "none" or self.model.dtype != "float16",
             "teacher.quantise",
             self.teacher.quantise,
-            "none with model.dtype=float16, whose largest number the products of 8 bits pass",
+            "none with model.dtype=float16, whose largest number products of 8-bit weights exceed",
         )
         require(
             not self.critic.path or self.algorithm.has_critic,

@@ -55,7 +55,7 @@ def read_files(
         if lower is None:
             presets = ", ".join(presets_of(command)) or "it has none"
             raise ShoalError(
-                f"{file}: its `defaults` name {item}, which is no file in {file.parent} and no "
+                f"{file}: its `defaults` name {item}, which is not a file in {file.parent} and no "
                 f"preset of {command or 'this command'}: {presets}"
             )
         files += read_files(command, lower, is_key, (*above, file))

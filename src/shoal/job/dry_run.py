@@ -151,7 +151,7 @@ def _has_processes(config: Config, findings: Findings) -> bool:
     if processes > 1:
         findings.of("mesh").warning(
             f"mesh.processes={processes}: the devices of the others are not known here; mesh "
-            "and memory are judged when all have met, before weights are read"
+            "and memory are checked when all are connected, before weights are read"
         )
     return processes > 1
 

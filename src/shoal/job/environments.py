@@ -269,8 +269,8 @@ def enter_sandbox(task: Task, section: EnvironmentSection) -> Callable[[socket.s
         # Lambdas, nested functions (`f.<locals>.g`) and objects without a name cannot be imported.
         if "<" in getattr(function, "__qualname__", "<"):
             raise ShoalError(
-                f"environment.sandbox=bwrap: {name_of(function)!r} is no function or class that a "
-                "file names",
+                f"environment.sandbox=bwrap: {name_of(function)!r} is not a function or class "
+                "of a file",
                 "environment.sandbox",
             )
         files.append(str(inspect.getsourcefile(function)))

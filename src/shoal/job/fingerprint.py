@@ -206,7 +206,7 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
     cures = {
         "base": (
             "the weights under the adapter (model.path)",
-            "restore them, with model.dtype as it was: the adapter belongs to these alone",
+            "restore them, with model.dtype as it was: the adapter belongs only to them",
         ),
         "reference": (
             "the reference weights (model.path or model.lora.path)",
@@ -226,8 +226,8 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
         is_same = same_weights(saved[name], now[name])
         if is_same is None:
             console.warning(
-                f"whether {what} are those that this run was started with is not checked: its "
-                "checkpoint is of an earlier version of Shoal"
+                f"not checked: whether {what} are those that this run was started with, because "
+                "its checkpoint is from an earlier version of Shoal"
             )
         if is_same is False:
             raise ShoalError(
@@ -250,6 +250,6 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
     for names in files.values():
         console.warning(
             f"the file of {' and '.join(names)}, or one that it imports, has changed since the "
-            "checkpoint was saved: if they judge or answer otherwise now, figures before and after "
-            "it cannot be compared"
+            "checkpoint was saved: if they judge or answer differently now, figures before and "
+            "after it cannot be compared"
         )

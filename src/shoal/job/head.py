@@ -92,7 +92,7 @@ def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
     active = active_parameter_count(model.architecture.base)
     parameters = f"{base:,} parameters"
     if active < base:
-        parameters += f", of which a token has {active:,}"
+        parameters += f", {active:,} of them active per token"
     text = f"{section.path} ({family}), {parameters}, {model.dtype.name}"
     if str(loaded.folder) != section.path:
         text += f", from {loaded.folder}"

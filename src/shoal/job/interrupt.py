@@ -85,7 +85,7 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 def _kept_text() -> str:
     """Returns what is kept of a run that is stopped at once."""
-    return "the newest checkpoint stands, what came after it is lost"
+    return "the newest checkpoint is kept, what came after it is lost"
 
 
 @contextlib.contextmanager

@@ -325,8 +325,8 @@ class Job(StagedJob):
             template = folder / "chat_template.jinja"
             if template.is_file() and "strftime_now" in template.read_text(encoding="utf-8"):
                 self.findings.of("template", "model.template").warning(
-                    "the chat template writes the date, and the run began with a version that did "
-                    "not keep it: from here on prompts have the present one"
+                    "the chat template writes the date, and the run was started by a version of "
+                    "Shoal that did not store it: from now on prompts have today's"
                 )
         return datetime.now().replace(microsecond=0)
 
@@ -560,7 +560,7 @@ class Job(StagedJob):
         if num_experts and engine and not config.algorithm.learns_from_data:
             self.console.warning(
                 f"{engine} returns no routes, so the trainer sends tokens to experts of its own "
-                "choice, and log-probs of some will differ much: watch sampler_gap/logprob_max",
+                "choice, and log-probs of some will differ a lot: watch sampler_gap/logprob_max",
                 "model.router_replay",
             )
         replay = router_replay_of(self.requested, num_experts)

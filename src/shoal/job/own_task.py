@@ -106,8 +106,7 @@ def rows_trained_on(path: str, console: Console) -> list[Example] | None:
                 is_known = True
             except ShoalError as error:
                 console.note(
-                    f"whether {run} was trained on questions that are evaluated on is not known: "
-                    f"{error}"
+                    f"it is not known whether {run} was trained on the evaluated questions: {error}"
                 )
         run = _run_at(stored.model.path)
     return rows if is_known else None
@@ -136,7 +135,7 @@ def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:
     else:
         return
     raise ShoalError(
-        f"model={path}: the {what} of this run came from Python: give it again there, "
+        f"model={path}: the {what} of this run came from Python: pass it again in Python, "
         f"shoal.evaluate(model=RUN, {rows}reward=f), or name another task, task=NAME"
     )
 
@@ -151,7 +150,7 @@ def _require_objects(path: str, key: str, value: str | tuple[str, ...]) -> None:
             # the argument of shoal.evaluate that stands for the key
             argument = key.partition(".")[2].replace("factory", "environment")
             raise ShoalError(
-                f"model={path}: {key}={name} of this run came from Python: give it again there, "
-                f"shoal.evaluate(model=RUN, {argument}=...), or as file.py:NAME",
+                f"model={path}: {key}={name} of this run came from Python: pass it again in "
+                f"Python, shoal.evaluate(model=RUN, {argument}=...), or as file.py:NAME",
                 key,
             )

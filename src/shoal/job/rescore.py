@@ -508,7 +508,7 @@ def load_with_data(section: TaskSection, console: Console) -> Task:
 def read_responses(path: Path, question: str, console: Console) -> list[Response]:
     """Reads the rows of a jsonl file, except empty lines, and returns them in order. `question`:
     the column with the question; a row that lacks it may have one of QUESTIONS in its place. Warns
-    of responses that are no text. ShoalError if the file cannot be read or has no row, or a line
+    of responses that are not text. ShoalError if the file cannot be read or has no row, or a line
     has no question or no response; the error names the first such line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -534,8 +534,8 @@ def read_responses(path: Path, question: str, console: Console) -> list[Response
         )
     if num_no_text:
         console.warning(
-            f"{num_no_text} of {len(responses)} responses are no text: numbers are scored as text, "
-            "null as empty"
+            f"{num_no_text} of {len(responses)} responses are not text: numbers are scored as "
+            "text, null as empty"
         )
     return responses
 
@@ -551,7 +551,7 @@ def _response(text: str, line: str, question: str) -> Response:
             row = json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
         raise ShoalError(
-            f"{line} is no JSON object ({error}): expected one on each line"
+            f"{line} is not a JSON object ({error}): expected one on each line"
         ) from error
     if not isinstance(row, dict):
         raise ShoalError(

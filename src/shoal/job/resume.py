@@ -179,7 +179,7 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
         else:
             effect = "the run differs from the one that was started"
         report.warning(
-            f"{setting.key} changes from {before} to {now}, for later resumes too: from here on "
+            f"{setting.key} changes from {before} to {now}, for later resumes too: from now on "
             f"{effect}"
         )
     _check_steps(run, stored, config, report)
@@ -227,14 +227,14 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
         if ended or 0 < 2 * stored.checkpoint.every < recorded:
             raise ShoalError(
                 f"the run {run} has made {count(max(made, recorded), 'step')}, but {run / FOLDER} "
-                "holds no checkpoint to go on from: put one back, or start a new run with another "
+                "holds no checkpoint to resume from: put one back, or start a new run with another "
                 "run_name; nothing was changed"
             )
     if stored.steps != config.steps and config.optimizer.schedule != "constant":
         report.warning(
             f"steps changes from {stored.steps} to {config.steps}: the learning rate "
             f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from "
-            "here on"
+            "now on"
         )
 
 

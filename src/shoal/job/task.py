@@ -57,8 +57,8 @@ def load_questions(task: TaskSection, reward: RewardSection) -> Task:
     the data came from Python (`rows`)."""
     if task.name == ROWS:
         raise ShoalError(
-            "task.name='rows': the data of this run came from Python, give it again there with its "
-            "reward: shoal.train(resume=FOLDER, task=rows, reward=f)"
+            "task.name='rows': the data of this run came from Python: pass it again in Python "
+            "with its reward: shoal.train(resume=FOLDER, task=rows, reward=f)"
         )
     return with_fewer_questions(load_by_name(task, reward), task)
 
@@ -266,7 +266,7 @@ def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
                     first = f"{example.place or f'data row {example.row}'}: {fault}"
             if num_lacking:
                 raise ShoalError(
-                    f"reward function {reward.name!r} wants a ground truth, which "
+                    f"reward function {reward.name!r} needs a ground truth, which "
                     f"{num_lacking:,} of {len(examples):,} {name} rows lack; the first is {first}",
                     "task.path",
                 )

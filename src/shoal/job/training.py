@@ -399,8 +399,8 @@ def kept_text(folder: Path, command: str) -> str:
     saved_steps = versions(folder)
     if saved_steps:
         return (
-            f"the checkpoint of step {saved_steps[-1]} stands, what came after it is lost; resume: "
-            f"{command}"
+            f"the checkpoint of step {saved_steps[-1]} is kept, what came after it is lost; "
+            f"resume: {command}"
         )
     return f"{NOTHING_KEPT}; start again: {command}"
 

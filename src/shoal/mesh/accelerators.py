@@ -262,7 +262,7 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
     after a field of `Accelerator` or a type of its `peaks`. `known`: the entry of `device_kind` in
     ACCELERATORS; None if it has none. ShoalError if the file was measured on another device than
     `device_kind`, or does not have this form."""
-    again = f"measure anew with `python benchmarks/accelerator.py --calibration {file}`"
+    again = f"measure again with `python benchmarks/accelerator.py --calibration {file}`"
     try:
         calibration = json.loads(Path(file).read_text())
         figures = calibration["figures"]
@@ -276,7 +276,7 @@ def read_calibration(file: str, device_kind: str, known: Accelerator | None) -> 
     except KeyError as error:
         raise ShoalError(f"calibration={file} has no {error.args[0]}: {again}") from error
     except (OSError, ValueError, OverflowError, RecursionError, TypeError, AttributeError) as error:
-        raise ShoalError(f"calibration={file} is no calibration ({error}): {again}") from error
+        raise ShoalError(f"calibration={file} is not a calibration ({error}): {again}") from error
     unknown = set(measured) - {*MEASURED, "link"}
     if unknown:
         raise ShoalError(

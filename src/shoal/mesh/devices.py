@@ -355,7 +355,7 @@ def devices_asked(key: str, text: str, available: int) -> int | list[int]:
     """
     wrong = ShoalError(
         f"{key}={text}: expected a fraction up to 1.0, a number of devices, or a list of their "
-        "numbers as [0,1]"
+        "numbers, such as [0,1]"
     )
     try:
         if text.startswith("["):
@@ -391,7 +391,7 @@ def check_pathways() -> None:
     if not target:
         raise ShoalError(
             f"JAX_PLATFORMS={PROXY}: JAX_BACKEND_TARGET is missing; set it to the address of the "
-            "proxy of Pathways, as grpc://HOST:29000, or unset JAX_PLATFORMS"
+            "proxy of Pathways, such as grpc://HOST:29000, or unset JAX_PLATFORMS"
         )
     if find_spec("pathwaysutils") is None:
         raise ShoalError(
@@ -565,7 +565,7 @@ def _check_slices(parts: Sequence[Sequence[Any]]) -> None:
     cure = "leave both out"
     if num_slices > 1:
         cure = (
-            f"set mesh.dcn_data={num_slices} mesh.dcn_fsdp=1 (the slices exchange gradients alone) "
+            f"set mesh.dcn_data={num_slices} mesh.dcn_fsdp=1 (the slices exchange only gradients) "
             f"or mesh.dcn_data=1 mesh.dcn_fsdp={num_slices}"
         )
     raise ShoalError(

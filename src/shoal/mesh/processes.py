@@ -130,7 +130,7 @@ def find_processes(section: MeshSection) -> MeshSection:
     host, _, port = section.coordinator.rpartition(":")
     if section.processes > 1 and not (host and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ShoalError(
-            f"mesh.coordinator={section.coordinator}: expected HOST:PORT, as 10.0.0.1:7777"
+            f"mesh.coordinator={section.coordinator}: expected HOST:PORT, such as 10.0.0.1:7777"
         )
     if section.processes > 1 and not is_loopback(host) and not os.environ.get(TOKEN):
         raise ShoalError(
@@ -731,8 +731,8 @@ def meet_main(section: MeshSection) -> Met:
             answer = _read_line(link, ANSWER_SECONDS, ANSWER_BYTES)
             if "error" not in answer:
                 print(
-                    f"process {section.process}: all {section.processes} have come; process 0 "
-                    "prints what they do",
+                    f"process {section.process}: all {section.processes} processes are connected; "
+                    "process 0 prints the output",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -746,9 +746,9 @@ def meet_main(section: MeshSection) -> Met:
             link.close()
             if time.monotonic() > deadline:
                 raise ShoalError(
-                    f"mesh.coordinator={section.coordinator}: what answers there is no process 0 "
-                    f"of a run with this {TOKEN}, or it has ended; start it again, or give another "
-                    "port"
+                    f"mesh.coordinator={section.coordinator}: the program that answers there is "
+                    f"not process 0 of a run with this {TOKEN}, or it has ended; start it again, "
+                    "or give another port"
                 ) from error
             time.sleep(0.5)
             continue
@@ -769,11 +769,11 @@ def _connect(section: MeshSection) -> socket.socket:
             cause = f"{error.strerror or error}{_address_text(host)}"
             if wait.left <= 0:
                 raise ShoalError(
-                    f"mesh.coordinator={section.coordinator}: nobody answers there ({cause}) after "
-                    f"{START_SECONDS} s; start process 0 (mesh.process=0) on that host, with this "
-                    "port open"
+                    f"mesh.coordinator={section.coordinator}: nothing answers there ({cause}) "
+                    f"after {START_SECONDS} s; start process 0 (mesh.process=0) on that host, "
+                    "with this port open"
                 ) from error
-        wait.report(f"process 0 at {section.coordinator}, where nobody answers yet ({cause})")
+        wait.report(f"process 0 at {section.coordinator}, where nothing answers yet ({cause})")
         time.sleep(0.2)
 
 

@@ -698,7 +698,7 @@ def _gemma4_layer(entries: Entries, common: Architecture, number: int, kind: str
         key_heads = own.size("num_key_value_heads", MOST_HEADS)
     if common.num_heads % key_heads:
         raise ShoalError(
-            f"{entries.folder}: num_attention_heads={common.num_heads} is no multiple of the "
+            f"{entries.folder}: num_attention_heads={common.num_heads} is not a multiple of the "
             f"{key_heads} key/value heads of layer {number}."
         )
     return replace(
@@ -903,7 +903,7 @@ def _common(entries: Entries, rope: Entries) -> Architecture:
         key_heads = entries.size("num_key_value_heads", MOST_HEADS)
     if heads % key_heads:
         raise ShoalError(
-            f"{entries.folder}: num_attention_heads={heads} is no multiple of "
+            f"{entries.folder}: num_attention_heads={heads} is not a multiple of "
             f"num_key_value_heads={key_heads}."
         )
     hidden_size = entries.size("hidden_size")

@@ -112,8 +112,8 @@ def planned_job(
     if topology:
         if config.optimizer.offload and not compiles:
             raise ShoalError(
-                "optimizer.offload=true: only a compiler knows the host memory of devices that are "
-                "not here; plan without --dry-run",
+                "optimizer.offload=true: only a compiler knows the host memory of devices that you "
+                "do not have; plan without --dry-run",
                 "optimizer.offload",
             )
         parsed = parse_topology(topology)

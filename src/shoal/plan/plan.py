@@ -332,8 +332,8 @@ def _answers(pool: ProcessPoolExecutor, calls: Sequence[Call], done: Done | None
                 done(futures[future], answer)
     except (BrokenProcessPool, MemoryError) as error:
         raise ShoalError(
-            "a compiler ended without an answer, as a process does that the machine's memory "
-            "cannot hold: compile fewer layers (layers=shallow), or plan on a larger machine"
+            "a compiler ended without an answer, probably because this machine ran out of memory: "
+            "compile fewer layers (layers=shallow), or plan on a larger machine"
         ) from error
     return [future.result() for future in futures]
 

@@ -105,7 +105,8 @@ def _find(spec: str, noun: str, hint: str, modules: dict[Path, ModuleType]) -> A
     ends the sentence on the form of the text."""
     if spec.startswith(FROM_PYTHON):
         raise ShoalError(
-            f"{noun} {spec!r} came from Python: give it again there, shoal.train(resume=FOLDER, "
+            f"{noun} {spec!r} came from Python: pass it again in Python, "
+            "shoal.train(resume=FOLDER, "
             "...)"
         )
     # A file without a name of a function is run too, so that the error can list its functions.

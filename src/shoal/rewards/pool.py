@@ -442,8 +442,8 @@ class RewardPool:
         self.close()
         if lost.has_ended:
             return ShoalError(
-                "the process that starts reward workers has ended, killed from outside or for want "
-                "of memory; free some, or take fewer reward.workers"
+                "the process that starts reward workers has ended, killed from outside or because "
+                "memory ran out; free some, or use fewer reward.workers"
             )
         return ShoalError(
             f"waited {waited_seconds:.0f} s for rewards ({queue}), but the process that starts "

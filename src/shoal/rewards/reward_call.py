@@ -420,7 +420,7 @@ def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
     fault = truth_fault(columns)
     if fault:
         place = batch.places[0] or f"data row {batch.rows[0][0]}"
-        raise _BrokenConvention(f"wants a ground truth, which {place} lacks: {fault}")
+        raise _BrokenConvention(f"needs a ground truth, which {place} lacks: {fault}")
     are_of_model = []
     for messages in batch.messages:
         for message in messages:
@@ -471,7 +471,7 @@ def _accepted_arguments(
         if num_rollouts:
             given[name] = [None] * num_rollouts
         else:
-            raise _BrokenConvention(f"wants {name!r}, {_what_is_near(name, given)}")
+            raise _BrokenConvention(f"needs {name!r}, {_what_is_near(name, given)}")
     if takes_all:
         return given
     return {name: value for name, value in given.items() if name in named}
@@ -487,7 +487,7 @@ def _what_is_near(name: str, given: Mapping[str, Any]) -> str:
         return f"which is neither an argument of reward functions nor a column{near_argument}"
     near = did_you_mean(name, columns, lists_all=True)
     other = columns[0] if len(columns) == 1 else "OTHER"
-    return f"which is no column of the data{near} (task.columns=[{name}={other}] renames one)"
+    return f"which is not a column of the data{near} (task.columns=[{name}={other}] renames one)"
 
 
 # ---- results
@@ -540,7 +540,7 @@ def _is_by_turn(value: Any) -> bool:
 
 def _turn_rewards(value: Sequence[Any], num_turns: int) -> list[float] | str:
     """Returns the rewards of a completion's turns as floats; a text that shows what is wrong if
-    there is not one for each turn, or if one is no finite number."""
+    there is not one for each turn, or if one is not a finite number."""
     rewards = []
     for entry in value:
         number = _finite_or_text(entry)

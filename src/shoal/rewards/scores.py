@@ -483,7 +483,7 @@ class RewardWatch:
         return ShoalError(
             f"reward function {name!r} failed for {sum(recent)} of the last {len(recent)} "
             f"completions, more than reward.max_failed_share={exact(allowed)}{reason}; the first: "
-            f"{self._first_failures[name]}. Repair the function, or raise reward.max_failed_share "
+            f"{self._first_failures[name]}. Fix the function, or raise reward.max_failed_share "
             "(1: no limit)"
         )
 

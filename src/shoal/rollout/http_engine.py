@@ -149,9 +149,7 @@ class Server:
                 self.describe_end() or f"{self.url}{path}: {describe_error(error)}"
             ) from error
         except (ValueError, RecursionError) as error:
-            raise HostLost(
-                f"it answered {path} with what is no JSON: {describe_error(error)}"
-            ) from error
+            raise HostLost(f"its answer to {path} is not JSON: {describe_error(error)}") from error
 
     def ask(
         self, path: str, body: Mapping[str, Any] | None = None, seconds: float = CALL_SECONDS
@@ -161,9 +159,7 @@ class Server:
         page."""
         reply = self.call(path, body, seconds)
         if not isinstance(reply, dict):
-            raise HostLost(
-                f"it answered {path} with what is no JSON object: {shorten(str(reply), 200)}"
-            )
+            raise HostLost(f"its answer to {path} is not a JSON object: {shorten(str(reply), 200)}")
         return reply
 
     def describe_end(self, patience: float = 1.0) -> str:

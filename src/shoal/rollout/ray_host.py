@@ -390,7 +390,7 @@ class Cluster:
             raise ShoalError(f"{text}: {cure}")
         self._late = True
         self.say(
-            f"{text}: sampling goes on with {len(self.alive)}; the others join when there is room"
+            f"{text}: sampling continues with {len(self.alive)}; the others join when there is room"
         )
 
     def reason(self, error: RayError) -> str:
@@ -436,7 +436,7 @@ class Cluster:
         if num_placed:
             consequence = f"sampling begins with {num_placed}, the others join"
         self.say(
-            f"of sampler.workers={self.workers}, which ask for {_resources_text(self.resources)} "
+            f"of sampler.workers={self.workers}, which request {_resources_text(self.resources)} "
             f"each, the cluster has room for {num_placed} now "
             f"({_resources_text(ray.available_resources())} are free): {consequence} when there is "
             "room"

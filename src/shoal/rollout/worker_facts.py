@@ -95,8 +95,8 @@ class WorkerFingerprint:
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ShoalError(
                 f"{file}, which the workers of a resumed run are compared with, is damaged "
-                f"({error}): restore it from a backup, or remove it, and a worker of now is the "
-                "measure of the others"
+                f"({error}): restore it from a backup, or remove it, and a present worker becomes "
+                "the reference for the others"
             ) from error
 
 

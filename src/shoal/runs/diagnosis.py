@@ -162,9 +162,9 @@ ROWS = (
         "groups/nonzero_std",
         "==",
         0,
-        "for {least_steps} steps no group has had completions of different reward, so nothing has "
-        "been learned",
-        "take easier or harder questions, a larger batch.group_size, a higher "
+        "for {least_steps} steps no group has had completions with different rewards, so nothing "
+        "has been learned",
+        "use easier or harder questions, a larger batch.group_size, a higher "
         "sampling.temperature, or a reward with more levels",
         "batch.group_size",
         steps=5,
@@ -199,7 +199,7 @@ ROWS = (
         "unchanged_after_an_update",
         ">",
         0,
-        "an update was made, but the weights of before it were published (metric "
+        "an update was made, but the weights from before it were published (metric "
         "version/unchanged): completions are sampled from old weights, which is a fault of the "
         "program",
         level="wrong",
@@ -227,9 +227,9 @@ ROWS = (
         "accuracy_below_first_while_reward_rises",
         ">",
         0,
-        "after step {version} accuracy is {accuracy:.1%}, below the interval of before training "
-        "({low:.1%} or more)",
-        "the reward rose, so it is for something else: read completions, change reward.functions",
+        "after step {version} accuracy is {accuracy:.1%}, below the interval of the first "
+        "evaluation ({low:.1%} or more)",
+        "the reward rose, so it rewards something else: read completions, change reward.functions",
         "reward.functions",
         symptom="the-reward-rises-without-right-answers",
     ),
@@ -238,8 +238,8 @@ ROWS = (
         "accuracy_below_first",
         ">",
         0,
-        "after step {version} accuracy is {accuracy:.1%}, below the interval of before training "
-        "({low:.1%} or more)",
+        "after step {version} accuracy is {accuracy:.1%}, below the interval of the first "
+        "evaluation ({low:.1%} or more)",
         "lower optimizer.lr, or set algorithm.kl_coef",
         "optimizer.lr",
         symptom="the-reward-falls-after-some-steps",
@@ -306,7 +306,7 @@ ROWS = (
         MOST,
         "{value:.0%} of {number} have one reward for all their completions and so give no "
         "training signal",
-        "take easier or harder questions, or a larger batch.group_size",
+        "use easier or harder questions, or a larger batch.group_size",
         "batch.group_size",
         card=Card(
             "constant",
@@ -381,7 +381,7 @@ ROWS = (
         ">",
         0,
         "{change}",
-        "{driver} is what rises; read groups with high reward and none solved",
+        "{driver} is what rises; read groups with a high reward and no right answer",
         key="reward.functions",
         card=Card(
             "hacking",
@@ -407,7 +407,7 @@ ROWS = (
         ">",
         0,
         "{subject} returned None for {number}",
-        "the other functions alone score them, or they are left out",
+        "only the other functions score them, or they are left out",
         "reward.functions",
     ),
     Row(
@@ -456,7 +456,7 @@ ROWS = (
         "<=",
         0,
         "the right answer scores {right}, a wrong one {wrong} (written as {form})",
-        "make sure that the reward wants what the data calls right",
+        "make sure that the reward asks for what the data calls right",
         "reward.functions",
     ),
     Row(

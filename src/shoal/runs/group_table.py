@@ -232,7 +232,8 @@ def condition(
     if words:
         rest = " ".join(words)
         raise ShoalError(
-            f"filter: {rest[:60]!r} is no condition; write column, operator and value: reward>0.5"
+            f"filter: {rest[:60]!r} is not a condition; write column, operator and value: "
+            "reward>0.5"
         )
     return " AND ".join(parts) or "true", values
 
@@ -266,7 +267,7 @@ def _number(column: str, text: str) -> float:
     except ValueError:
         value = float("nan")
     if not abs(value) < 2**31:
-        raise ShoalError(f"filter: {column} is a number, {text[:40]!r} is none")
+        raise ShoalError(f"filter: {column} is a number, {text[:40]!r} is not")
     return value
 
 

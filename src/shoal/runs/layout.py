@@ -62,7 +62,7 @@ def refuse_foreign(path: Path) -> None:
             foreign.append(entry.name)
     if foreign and CONFIG not in foreign:  # with config.yaml the folder is a run
         raise ShoalError(
-            f"the folder {path} holds something that is no run ({min(foreign)}, no {CONFIG}): "
+            f"the folder {path} holds something that is not a run ({min(foreign)}, no {CONFIG}): "
             "choose another run_name, or empty it",
             "run_name",
         )
@@ -196,7 +196,7 @@ def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool =
             "last"
         )
     if not is_run(path):
-        raise ShoalError(f"{address(path)} is no run folder: it holds no {CONFIG}")
+        raise ShoalError(f"{address(path)} is not a run folder: it holds no {CONFIG}")
     return path
 
 

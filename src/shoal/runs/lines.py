@@ -314,7 +314,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number < len(lines):  # the line has its end, so it was written whole
                 raise ShoalError(
-                    f"{path}, line {number}: this is no JSON; remove the line"
+                    f"{path}, line {number}: this is not JSON; remove the line"
                 ) from error
     return records
 

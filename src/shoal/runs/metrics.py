@@ -50,7 +50,7 @@ groups/nonzero_std | share | mean | groups whose rewards differ; the others have
 absent with a critic, which learns from every group
 groups/discarded | groups | sum | groups sampled and replaced by dynamic sampling \
 (algorithm.dynamic_sampling)
-groups/unscorable | groups | sum | groups with fewer than two scorable completions; of groups of \
+groups/unscorable | groups | sum | groups with fewer than two scorable completions; for groups of \
 one, those with none
 advantage/abs_mean | 1 | mean | absolute advantage of valid completions
 completions/length_mean | tokens | mean | tokens of a completion, its end-of-sequence token included
@@ -67,13 +67,13 @@ completions/ended_by_max_turns | share | mean | rollouts that ended at environme
 completions/ended_by_environment | share | mean | rollouts that their environment ended
 completions/ended_by_failed | share | mean | rollouts whose environment failed
 turns/mean | turns | mean | turns of the model in a rollout
-turns/max | turns | max | most turns of a rollout
-turns/branches | branches | mean | branches of a rollout: what follows a prompt that told earlier \
-turns anew
+turns/max | turns | max | largest number of turns in a rollout
+turns/branches | branches | mean | branches of a rollout: what follows a prompt that rewrote \
+earlier turns
 turns/share/{turn} | share | mean | valid completions that have such a turn, from 1; with rewards \
 or advantages by turn (algorithm.credit)
 turns/length/{turn} | tokens | mean | tokens of that turn
-turns/reward/{turn} | reward | mean | reward of that turn, as its functions' weights add it up
+turns/reward/{turn} | reward | mean | reward of that turn, weighted sum of the functions
 tools/call_frequency | calls | mean | tool calls in a rollout
 tools/failure_frequency | share | mean | tool calls that were answered with an error
 tools/truncated_bytes | bytes | sum | bytes of results beyond environment.result_bytes, which were \
@@ -81,8 +81,8 @@ cut
 tools/call_frequency/{name} | calls | mean | calls of one tool in a rollout
 tools/failure_frequency/{name} | share | mean | calls of one tool that were answered with an error
 prompts/length_mean | tokens | mean | tokens of a prompt
-prompts/own | prompts | sum | prompts of rollouts that their environment began with other words \
-than their siblings'
+prompts/own | prompts | sum | prompts of rollouts whose environment began with different words \
+from their siblings'
 prompts/dropped | prompts | sum | prompts skipped because they exceed sampling.max_prompt_tokens
 prompts/retired | prompts | last | prompts that are no longer sampled because they are solved \
 (train.retire_above)
@@ -97,7 +97,7 @@ teacher.beta (teacher.divergence=full, topk), over trained tokens
 critic/vf_loss | 1 | mean | the loss of the critic's values, over updates; absent without a critic \
 (algorithm.advantage=gae), like the next ones
 critic/vf_explained_var | share | mean | share of the returns' variance that the critic's values \
-from before the updates explain; absent where all returns are the same
+from before the updates explain; absent if all returns are the same
 critic/vf_clipfrac | share | mean | time steps whose value had moved further than critic.value_clip
 critic/vpred_mean | reward | mean | value of a time step in the updates
 critic/values/mean | reward | mean | value of a time step before the updates
@@ -130,12 +130,12 @@ sampler_gap/logprob_mean_own_routes | nats | mean | sampler_gap/logprob_mean of 
 every tenth step, if the trainer chose the experts itself; absent without model.router_replay
 sampler_gap/ess | share | mean | effective sample size of w = exp(old - sampler): (sum w)^2 / (N \
 sum w^2); 1 on-policy
-correction/weight | 1 | mean | importance weight that corrects the gap of sampler and trainer, \
-over trained tokens
+correction/weight | 1 | mean | importance weight that corrects the gap between sampler and \
+trainer, over trained tokens
 correction/zero | share | mean | trained tokens with weight 0, which the policy loss leaves out
 correction/rejected | share | mean | tokens that algorithm.rejection removed from the loss
-experts/load_max | 1 | mean | tokens of an update's most chosen expert over those of a mean \
-expert, over layers; absent without experts
+experts/load_max | 1 | mean | tokens of an update's most chosen expert divided by the mean \
+per expert, over layers; absent without experts
 experts/unused | share | mean | experts that no token of an update chose, over layers; absent \
 without experts
 experts/rerouted | share | mean | choices of the sampler that the trainer's router would not have \
@@ -160,8 +160,8 @@ tokens/sampled | tokens | sum | tokens sampled
 tokens/context | tokens | sum | tokens that tools and environments added to rollouts
 tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
 tokens/padding | share | mean | padding among the tokens that the updates computed
-sampler/preempted_rows | rows | sum | rows of completions that gave way to others for lack of \
-memory; absent if none did
+sampler/preempted_rows | rows | sum | rows of completions that were preempted for lack of \
+memory; absent if there were none
 sampler/places_drawing | share | mean | share of the sampler's slots that sample a token in a \
 decoding step; the other slots are empty or wait
 idle/trainer | share | mean | part of the step in which the trainer waited for groups; not \
@@ -184,7 +184,7 @@ train.versions=newest
 tokens/prompt_saved | share | mean | prompt tokens not computed because the completions of a group \
 share their prompt
 publish/seconds | seconds | sum | time in which the trainer waited while weights were published
-publish/bytes | bytes | sum | bytes copied or written to publish weights; 0 where the sampler uses \
+publish/bytes | bytes | sum | bytes copied or written to publish weights; 0 if the sampler uses \
 the trainer's arrays
 publish/pause_seconds | seconds | sum | time in which sampling paused while a host loaded weights, \
 mean over hosts

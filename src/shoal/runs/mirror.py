@@ -154,7 +154,7 @@ class Lease:
         if not now:
             raise ShoalError(
                 f"{self.url}: this kind of storage does not say when an object was written, so "
-                "that two processes could write to one run: give gs://, s3:// or a local folder"
+                "two processes could write to one run: give gs://, s3:// or a local folder"
             )
         ages = {}
         for name, stored in objects.items():
@@ -390,7 +390,7 @@ class Mirror:
             ):
                 self.fault = ShoalError(  # the next round's `_check` raises it
                     f"{self.url} has not answered for {UNSAVED_SECONDS:.0f} s ({self._cause}), and "
-                    f"the newest state of the run is in {self.folder} alone: where it answers "
+                    f"the newest state of the run is in {self.folder} alone: once it answers "
                     "again, the same command on this machine continues from there"
                 )
             time.sleep(0.02)

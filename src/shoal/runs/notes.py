@@ -38,20 +38,20 @@ class RunNotes:
     def parse(cls, record: Any) -> RunNotes:
         """Makes the notes from the content of `notes.json`. White space around the note is removed,
         and so are tags that are named twice. ValueError, which says what is wrong, if the record
-        has other types, a tag that is no single word, or more than fits."""
+        has other types, a tag that is not a single word, or more than fits."""
         if not isinstance(record, Mapping):
             raise ValueError("expected an object with `notes` and `tags`")
         notes = record.get("notes", "")
         tags = record.get("tags", [])
         if not isinstance(notes, str):
-            raise ValueError("`notes` is no text")
+            raise ValueError("`notes` is not text")
         if len(notes) > MAX_NOTE_CHARS:
             raise ValueError(f"the note has more than {MAX_NOTE_CHARS:,} characters")
         if not isinstance(tags, list):
-            raise ValueError("`tags` is no list")
+            raise ValueError("`tags` is not a list")
         for tag in tags:
             if not isinstance(tag, str) or not tag or "," in tag or tag.split() != [tag]:
-                raise ValueError(f"the tag {str(tag)[:40]!r} is no single word")
+                raise ValueError(f"the tag {str(tag)[:40]!r} is not a single word")
             if len(tag) > MAX_TAG_CHARS:
                 raise ValueError(
                     f"the tag {tag[:40]!r}... has more than {MAX_TAG_CHARS} characters"

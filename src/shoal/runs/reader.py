@@ -665,10 +665,10 @@ class LineReader(Generic[Line]):
             try:
                 record = bounded_json(text)
                 if not isinstance(record, dict):
-                    raise ValueError("it is no JSON object")
+                    raise ValueError("it is not a JSON object")
                 line = self._type.parse(record)
             except json.JSONDecodeError:
-                self._run.add_damaged_line(self._name, self._num_lines, "it is no JSON")
+                self._run.add_damaged_line(self._name, self._num_lines, "it is not JSON")
             except ValueError as error:
                 self._run.add_damaged_line(self._name, self._num_lines, reason(error))
             else:
@@ -833,7 +833,7 @@ def read_decisions(run: Path, file: str = CONFIG) -> dict[str, Decision]:
         return {}
     except (OSError, ValueError, ShoalError) as error:
         raise ShoalError(
-            f"{path} cannot be read ({reason(error)}): remove it, and the run decides anew what "
+            f"{path} cannot be read ({reason(error)}): remove it, and the run decides again what "
             "its settings leave open"
         ) from error
 

@@ -150,7 +150,7 @@ def parse(body: bytes) -> dict[str, Any]:
     try:
         plain = json.dumps(json.loads(body), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError) as error:
-        raise ShoalError(f"the body is no valid JSON: {error}") from None
+        raise ShoalError(f"the body is not valid JSON: {error}") from None
     read = json.loads(plain.encode("utf-8", "replace"))
     require(isinstance(read, dict), "body", read, "an object")
     _check_depth(read)
@@ -172,7 +172,8 @@ def _check_depth(body: dict[str, Any]) -> None:
             return
         level = below
     raise ShoalError(
-        f"the body is no valid request: more than {MOST_DEPTH} lists and objects inside one another"
+        f"the body is not a valid request: more than {MOST_DEPTH} lists and objects inside one "
+        "another"
     )
 
 

@@ -79,8 +79,8 @@ def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:
         advice = f"Take the messages of {likely}"
     else:
         advice = (
-            f"Make a message of one, task.template='{{{likely}}}', or take text as it is, past "
-            "the model's chat template"
+            f"Make a message of one, task.template='{{{likely}}}', or use the text unchanged, "
+            "without the model's chat template"
         )
     return ShoalError(
         f"task {CUSTOM}: {place} has no column `prompt`; its columns: {', '.join(row) or 'none'}. "

@@ -32,7 +32,7 @@ def read_file(file: Path, prefix: str = "") -> PlacedRows:
     name = f"{prefix}{file}"
     if file.suffix not in SUFFIXES:
         raise ShoalError(
-            f"{name} is of a kind that is not read: unpack or convert it; expected "
+            f"{name} is of an unsupported kind: unpack or convert it; expected "
             f"{', '.join(SUFFIXES)}"
         )
     read = {".csv": _read_table, ".parquet": _read_parquet}.get(file.suffix, _read_json)
@@ -52,13 +52,13 @@ def _read_json(file: Path, name: str) -> PlacedRows:
         is_list = lines.read(1000).decode("utf-8-sig", "replace").lstrip().startswith("[")
         lines.seek(0)
         if is_list:
-            rows = _parse_json(lines.read(), f"{name} is no JSON list of objects")
+            rows = _parse_json(lines.read(), f"{name} is not a JSON list of objects")
             for number, row in enumerate(rows):
                 yield f"row {number}", row
             return
         for number, line in enumerate(lines, 1):
             if line.strip():
-                row = _parse_json(line, f"{name}, line {number} is no JSON object")
+                row = _parse_json(line, f"{name}, line {number} is not a JSON object")
                 yield f"line {number}", row
 
 
@@ -73,7 +73,7 @@ def _parse_json(data: bytes, fault: str) -> Any:
         return value
     except UnicodeDecodeError as error:
         raise ShoalError(
-            f"{fault}: it is no text in UTF-8 ({error.reason} at byte {error.start}); save the "
+            f"{fault}: it is not UTF-8 text ({error.reason} at byte {error.start}); save the "
             "file as UTF-8"
         ) from error
     except UnicodeEncodeError as error:
@@ -83,7 +83,7 @@ def _parse_json(data: bytes, fault: str) -> Any:
         ) from error
     except (ValueError, RecursionError) as error:
         raise ShoalError(
-            f"{fault}: {error}; expected one object a line, or one list of objects"
+            f"{fault}: {error}; expected one object per line, or one list of objects"
         ) from error
 
 

@@ -203,8 +203,8 @@ def named_files(
             )
         if not files:
             raise ShoalError(
-                f"task.files: there is no file {name!r}; without task.path, patterns count "
-                f"from here"
+                f"task.files: there is no file {name!r}; without task.path, patterns are "
+                "relative to this folder"
             )
         all_files += files
     return list(dict.fromkeys(all_files))

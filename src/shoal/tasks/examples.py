@@ -167,7 +167,7 @@ def _check_names(example: Example, place: str) -> None:
         if example.columns.get(column):
             raise ShoalError(
                 f"{place}: the column {column!r} has a value, and models are trained on text "
-                "alone: remove the column, or rename it if it is text"
+                "only: remove the column, or rename it if it is text"
             )
 
 
@@ -242,7 +242,7 @@ def _message(number: int, message: Any, place: str) -> dict[str, Any]:
         if others:
             raise ShoalError(
                 f"{place}: message {number} of `prompt` has content of type {others}, and models "
-                "are trained on text alone: leave such rows out"
+                "are trained on text only: leave such rows out"
             )
     if not (isinstance(role, str) and isinstance(content, str)):
         raise ShoalError(

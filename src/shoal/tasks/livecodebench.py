@@ -189,7 +189,7 @@ def tests_of(columns: Mapping[str, str], place: str) -> tuple[Sequence[InputOutp
     except ValueError:
         metadata = None
     if not isinstance(metadata, dict):
-        raise ShoalError(f"task livecodebench: {place}: `metadata` is no JSON object")
+        raise ShoalError(f"task livecodebench: {place}: `metadata` is not a JSON object")
     function = str(metadata.get("func_name") or "")
     if not tests:
         raise ShoalError(f"task livecodebench: {place} has no tests")
@@ -207,8 +207,8 @@ def _check_call(test: InputOutput, place: str) -> None:
             json.loads(text)
         except ValueError as error:
             raise ShoalError(
-                f"task livecodebench: {place}: a test of a function has {text[:40]!r}, which is no "
-                "JSON"
+                f"task livecodebench: {place}: a test of a function has {text[:40]!r}, which is "
+                "not JSON"
             ) from error
 
 
@@ -220,9 +220,9 @@ def _read_tests(text: str) -> tuple[InputOutput, ...]:
     try:
         entries = json.loads(written)
     except ValueError as error:
-        raise ValueError("is no JSON list of tests") from error
+        raise ValueError("is not a JSON list of tests") from error
     if not isinstance(entries, list):
-        raise ValueError("is no JSON list of tests")
+        raise ValueError("is not a JSON list of tests")
     tests = []
     for entry in entries:
         given, expected = None, None

@@ -150,8 +150,8 @@ class Splits:
             return True
         if self.one_split:
             self.notes.append(
-                f"{self.task}: an evaluation set: a model that trained on some of its rows has no "
-                "fair figures on it any more, not even on those held out"
+                f"{self.task}: an evaluation set: a model that trained on some of its rows no "
+                "longer has fair figures on it, not even on those held out"
             )
         return False
 

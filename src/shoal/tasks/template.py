@@ -18,7 +18,7 @@ from shoal.text import did_you_mean
 def template_text(template: str, key: str = "task.template") -> str:
     """Returns a template's text: the setting's value itself if it has `{` or a line break, else the
     content of the file that the value names, without its final line break. ShoalError if there is
-    no such file, or if it is no text in UTF-8. `key` names the setting in messages. A value with
+    no such file, or if it is not UTF-8 text. `key` names the setting in messages. A value with
     `{` is never taken for a file's name."""
     if "{" in template or "\n" in template:
         return template
@@ -52,7 +52,7 @@ def parse_template(text: str, key: str = "task.template") -> tuple[list[str], li
         elif token in ("{", "}", "{}"):
             raise ShoalError(
                 f"{key}: {token!r} stands alone after {''.join(pieces)[-30:]!r}; a column is "
-                "{NAME}, braces that are meant as such are doubled: {{ }}"
+                "{NAME}, literal braces are doubled: {{ }}"
             )
         elif token.startswith("{"):
             names.append(token[1:-1].strip())
@@ -84,7 +84,7 @@ def fill(
             if name in row:
                 raise ShoalError(f"{place}: the column {name!r} is null, and {key} needs it")
             raise ShoalError(
-                f"{key} names {name!r}, which is no column of {place}{did_you_mean(name, row)}; "
+                f"{key} names {name!r}, which is not a column of {place}{did_you_mean(name, row)}; "
                 f"its columns: {', '.join(row) or 'none'}"
             )
         value = row[name]

@@ -103,7 +103,7 @@ class OwnAdvantage:
 
     def _checked(self, returned: Any, groups: Sequence[Group], valid: np.ndarray) -> np.ndarray:
         """Returns what the function returned as float64, 0 where `valid` is False; ShoalError if it
-        has another shape than `valid`, or is no finite number where `valid` is True."""
+        has another shape than `valid`, or is not a finite number where `valid` is True."""
         axes = "[prompts, completions]" if valid.ndim == 2 else "[prompts, completions, turns]"
         expected = f"expected the advantages of {axes}, numbers of the shape {valid.shape}"
         try:

@@ -133,7 +133,7 @@ class Checkpoints:
         resumed: the newest when this method was called."""
         saved = versions(self.folder.parent)
         if saved:
-            then = f"resume the run, which goes on from the checkpoint of step {saved[-1]}"
+            then = f"resume the run, which continues from the checkpoint of step {saved[-1]}"
         else:
             then = "start the run again: it has no checkpoint yet"
         return explain_write_errors(self.folder / name, then)

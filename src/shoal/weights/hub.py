@@ -212,4 +212,4 @@ def _download(repository: str, token: str | None, weights: bool) -> Path:
             advice = "set HF_TOKEN to a token that may read it"
         reason = f"{type(error).__name__} {status}".strip()
         fault = f"could not be downloaded ({reason}): {advice}"
-    raise ShoalError(f"{repository} is no local folder, and as a hub id it {fault}.") from cause
+    raise ShoalError(f"{repository} is not a local folder, and as a hub id it {fault}.") from cause

@@ -220,7 +220,7 @@ def arrays_of(a: Architecture, scan_layers: bool, pairs: bool) -> list[MaxTextAr
     these biases, or if the model is of a family whose MaxText checkpoints are not read."""
     if not _is_plain(a):
         raise ShoalError(
-            "MaxText's checkpoints are read and written for Llama, Qwen2 and dense Qwen3 alone; "
+            "MaxText's checkpoints are read and written only for Llama, Qwen2 and dense Qwen3; "
             "this model has other layers (windows, linear attention, experts, other norms, ...): "
             "keep it in Hugging Face's format"
         )

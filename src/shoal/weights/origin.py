@@ -119,8 +119,8 @@ class Origin:
         if numbers:
             parts = [f"{count(number, 'tensor')} of {part}" for part, number in numbers.items()]
             notes.append(
-                f"the text model alone is read and trained; {', '.join(parts)} are passed over, "
-                "and come back unchanged in exports"
+                f"only the text model is read and trained; {', '.join(parts)} are ignored, "
+                "and are unchanged in exports"
             )
         if self.packed:
             notes.append(

@@ -134,7 +134,8 @@ def read_adapter(folder: Path, a: Architecture) -> Adapter:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ShoalError(
-            f"{folder / CONFIG} is no adapter's: r, lora_alpha or target_modules is wrong ({error})"
+            f"{folder / CONFIG} is not an adapter's: r, lora_alpha or target_modules is wrong "
+            f"({error})"
         ) from error
 
 

@@ -266,7 +266,7 @@ def _with_lora(lora: LoraSection, source: ModelSource) -> ModelSource:
         return source
     if source.architecture.adapter:
         raise ShoalError(
-            f"model.path has an adapter on {source.base} already, which is what is trained on: "
+            f"model.path already has an adapter on {source.base}, and training continues with it: "
             f"leave out model.lora.*, or give model.path={source.base}"
         )
     if not lora.path:
@@ -278,7 +278,9 @@ def _with_lora(lora: LoraSection, source: ModelSource) -> ModelSource:
         raise ShoalError(f"model.lora.path={lora.path}: {error}", "model.lora.path") from error
     adapter = with_adapter.architecture.adapter
     if not adapter:
-        raise ShoalError(f"model.lora.path={lora.path} is no adapter: it holds no {peft.CONFIG}")
+        raise ShoalError(
+            f"model.lora.path={lora.path} is not an adapter: it holds no {peft.CONFIG}"
+        )
     if lora.rank not in (0, adapter.rank):
         raise ShoalError(
             f"model.lora.rank={lora.rank}: the adapter in {lora.path} has rank {adapter.rank}; "

@@ -323,7 +323,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     if the file is cut short, or is no safetensors file; OSError if there is no such file."""
     if file.exists() and not file.is_file():  # opening a pipe would wait for its writer for ever
         raise ShoalError(
-            f"{file} is no file but a pipe, a device or a folder. Put the weights there."
+            f"{file} is not a file but a pipe, a device or a folder. Put the weights there as a "
+            "file."
         )
     try:
         # opened only for the checks that the library makes
@@ -331,8 +332,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             pass
     except SafetensorError as error:
         raise ShoalError(
-            f"{file} is no whole safetensors file: it has {file.stat().st_size:,} bytes and is cut "
-            "short, damaged or something else. Download it again."
+            f"{file} is not a complete safetensors file: {file.stat().st_size:,} bytes, cut short "
+            "or damaged. Download it again."
         ) from error
     # the length of the header (8 bytes), the header as JSON, the values of all tensors
     with open(file, "rb") as stream:

@@ -381,7 +381,7 @@ def _error_of_lost(lost: WorkersLost) -> ShoalError:
     if lost.has_ended:
         return ShoalError(
             "the process that starts sessions of environments ends as it starts, killed from "
-            "outside or for want of memory; free some, or take fewer environment.rollouts"
+            "outside or because memory ran out; free some, or use fewer environment.rollouts"
         )
     return ShoalError(
         "the process that starts sessions of environments has not answered for "

@@ -269,7 +269,7 @@ def _drift_figures(totals: Mapping[str, Any], index: GroupTable) -> list[Figure]
     )
     words = {
         "change": change,
-        "driver": driver or "something else than right answers",
+        "driver": driver or "something other than right answers",
         "sort": driver or "reward",
     }
     return [Figure("reward_rise_without_answers", rise, words=words)]
@@ -315,7 +315,7 @@ TEXT_CHECKS: Mapping[str, tuple[str, str]] = {
     "empty": ("are empty", "They hold no letter or digit, and fewer than 3 characters."),
     "wrong_best": (
         "are wrong and score as well as a right sibling",
-        "The task says that they are wrong, the reward does not.",
+        "The task says that they are wrong, but the reward does not.",
     ),
     "repeated": ("repeat themselves", "Their text shrinks to a fifth when compressed."),
     "many_answers": (
@@ -539,7 +539,7 @@ _KINDS = (
     "truncated",
 )
 """Kinds of findings in the order in which they are shown; first those that say that rewards reward
-something else than right answers."""
+something other than right answers."""
 
 
 def lint(index: GroupTable, numbers: Sequence[dict[str, Any]], texts: TextLint) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def make_app(viewer: Viewer, token: str = "") -> ASGIApp:
         try:
             record = bounded_json(body)
             if not isinstance(record, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             saved = await run_in_threadpool(viewer.save_notes, record)
         except (ShoalError, ValueError) as error:
             return _json({"error": " ".join(str(error).split())}, 400)

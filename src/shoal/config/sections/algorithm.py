@@ -25,34 +25,34 @@ class AlgorithmSection:
     """The keys `algorithm.*`: how rewards become a loss."""
 
     name: str = key("", stages=(), on_resume="warn")
-    """A paper's settings, loaded under your own keys: dapo, dr_grpo, gspo, cispo, ... (`shoal help
-    train algorithm`)."""
+    """A paper's settings, which your own keys override: dapo, dr_grpo, gspo, cispo, ...
+    (`shoal help train algorithm`)."""
     advantage: Annotated[str, ADVANTAGES] = key(
         "grpo", stages=("update", "sampling"), names_code="advantage"
     )
     """Advantage estimator: how the rewards of a group become advantages. gae: by a critic, for each
     token (PPO); its settings are critic.*. none ignores rewards (distillation from a teacher
-    alone). sft learns the data's own answers in place of samples (`shoal sft`).
-    `file.py:function` is a function of yours."""
+    alone). sft learns the data's own answers instead of samples (`shoal sft`). `file.py:function`
+    is your own function."""
     credit: Literal["completion", "turn", "state"] = key("completion", stages=("rewards", "update"))
-    """What is compared within a group, and so has an advantage. completion: whole completions.
-    turn: the rewards from each turn on, with those of the others at that turn (rloo; grpo also
-    divides by the deviation; with gae turns are a critic's time steps, in place of tokens). state:
-    completions, and turns that began with the same words of the environment (GiGPO)."""
+    """What is compared within a group, and so gets an advantage. completion: whole completions.
+    turn: the sum of the rewards from each turn on, compared with that of the other completions at
+    that turn (rloo; grpo also divides by the standard deviation; with gae, a critic's time steps
+    are turns instead of tokens). state: completions, and also turns that began with the same words
+    of the environment (GiGPO)."""
     discount: float = key(1.0, stages=("update",))
-    """credit=turn, state: how much a reward counts for the turn before its own, discount^2 for the
-    turn before that, and so on. 1: credit says which turns earned the reward, not what counts. gae:
-    the same of time steps, which are tokens, or turns with credit=turn."""
+    """credit=turn, state: factor of a reward for the turn before its own, discount^2 for the turn
+    before that, and so on. 1: later rewards count as much as early ones. gae: the same between time
+    steps, which are tokens, or turns with credit=turn."""
     lam: float = key(1.0, stages=("update",))
-    """gae: lambda of the advantages. 1: what was earned from a time step on minus the critic's
-    value, without a bias whatever the critic says; lower: less noise, and more of the critic's
-    errors."""
+    """gae: lambda of the advantages. 1: the return from a time step on minus the critic's value,
+    unbiased whatever the critic says; lower: less noise, but more of the critic's errors."""
     lam_alpha: float = key(0.0, stages=("update",))
-    """gae: if above 0, lambda is 1 - 1 / (lam_alpha x time steps of the completion) in place of lam
+    """gae: if above 0, lambda is 1 - 1 / (lam_alpha x time steps of the completion) instead of lam
     (VAPO, 0.05)."""
     whiten: bool = key(True, stages=("update",))
-    """gae: subtract the mean of a step's advantages, and divide by their deviation (std_*), over
-    all tokens (verl, TRL's PPO). false: the plain policy gradient."""
+    """gae: subtract the mean of a step's advantages, and divide by their standard deviation
+    (std_*), over all tokens (verl, TRL's PPO). false: the plain policy gradient."""
     std_ddof: int = key(1, stages=("update",))
     """Delta degrees of freedom of the standard deviation, as in numpy: 1 divides by n - 1 (TRL,
     Tunix), 0 by n (MaxText)."""
@@ -89,11 +89,12 @@ class AlgorithmSection:
     """Weight of the KL divergence from the reference (beta of TRL and MaxText); 0 loads no
     reference."""
     reference: Literal["start", "base"] = key("start", stages=("update",))
-    """The reference of the KL divergence. start: the policy as the run begins, with the adapter
-    that it begins with (model.lora.path, a run or folder with one), of which a copy is kept. base:
-    the model without its adapter. The two are one for full weights and for a new adapter."""
+    """The reference of the KL divergence. start: the policy at the start of the run, with the
+    adapter that it starts from (model.lora.path, a run or folder with one), of which a copy is
+    kept. base: the model without its adapter. Both are the same for full weights and for a new
+    adapter."""
     kl_metric: bool = key(False, stages=("update",))
-    """Report `kl` where kl_coef is 0, too, as TorchRL does: a forward pass a step, and the
+    """Report `kl` even if kl_coef is 0, as TorchRL does; this costs a forward pass per step and the
     reference's memory."""
     kl_placement: Literal["loss", "reward"] = key("loss", stages=("update",))
     """loss: the KL divergence is a term of the loss. reward: its sum over a completion is
@@ -111,9 +112,9 @@ class AlgorithmSection:
     entropy_coef: float = key(0.0, stages=("update",))
     """Weight of the entropy bonus, which is subtracted from the loss."""
     context_coef: float = key(0.0, stages=("update",))
-    """Weight of the cross-entropy of what tools and environments said, which the model thereby
-    learns to predict (ECHO; alpha of prime-rl's echo, 0.1 there): of its mean over all such tokens
-    of an update, whatever aggregation is; 0 for off."""
+    """Weight of the cross-entropy of what tools and environments said, so that the model learns to
+    predict it (ECHO; alpha of prime-rl's echo, 0.1 there). It is the mean over all such tokens of
+    an update, whatever aggregation is; 0 for off."""
     aggregation: Annotated[str, AGGREGATIONS] = key("token-mean", stages=("update",))
     """How token losses are averaged (verl's loss_agg_mode, TRL's loss_type), over the whole batch
     of an update."""
@@ -135,7 +136,7 @@ class AlgorithmSection:
     """Importance weights w = exp(old_logprob - sampler_logprob) that correct the gap between
     sampler and trainer. tis: w clipped to [correction_floor, correction_cap]; mis, icepop: w, and 0
     outside these bounds; none. direct: no weight, but the policy loss's ratio is exp(logprob -
-    sampler_logprob) itself, clipped (TorchRL). auto: tis where samples may be of older weights
+    sampler_logprob) itself, clipped (TorchRL). auto: tis if samples may come from older weights
     (train.max_staleness, train.weight_sync_interval), else none."""
     correction_level: Literal["token", "sequence", "geometric"] = key("token", stages=("update",))
     """Weight of a token: its own, the product over its completion, or the geometric mean over its
@@ -146,12 +147,12 @@ class AlgorithmSection:
     """Lower bound of the correction weight; 0 for none, -1 for the correction's own: 0.5 for
     icepop, as in its paper, and none for the others."""
     rejection: Annotated[str, REJECTIONS] = key("none", stages=("update",))
-    """Remove tokens (token_*) or completions (seq_*) from the loss whose sampler and trainer are
-    too far apart (verl's rollout_rs): by the estimate k1, k2 or k3 of each token, or its sum, mean
-    or maximum over a completion. They still count in the denominator. k1 bounds the weight w of
-    `correction`: seq_mean_k1 its geometric mean."""
+    """Remove from the loss the tokens (token_*) or completions (seq_*) for which sampler and
+    trainer are too far apart (verl's rollout_rs), by the estimate k1, k2 or k3 of each token, or
+    its sum, mean or maximum over a completion. They still count in the denominator. k1 bounds the
+    weight w of `correction`; seq_mean_k1 bounds its geometric mean."""
     rejection_cap: float = key(2.0, stages=("update",), may_be_infinite=True)
-    """Upper bound: with k1 of w, else of the estimate in nats; inf for none."""
+    """Upper bound of w with k1, otherwise of the estimate, in nats; inf for none."""
     rejection_floor: float = key(
         -1.0,
         stages=("update",),
@@ -163,17 +164,17 @@ class AlgorithmSection:
     false biases the ratio."""
     mask_truncated: bool = key(False, stages=("update",))
     """Exclude truncated completions from the loss (TRL's mask_truncated_completions); they still
-    count in the group's mean and deviation."""
+    count in the group's mean and standard deviation."""
     dynamic_sampling: bool = key(False, stages=("data", "sampling"))
     """DAPO's dynamic sampling: replace groups without variance by further groups until the step is
     full."""
     dynamic_sampling_by: Literal["correct", "reward"] = key("correct", stages=("data", "sampling"))
-    """What must vary in a group to be kept. correct: the task's own check of its completions (the
-    paper: some right, some wrong), or without such a check the reward minus the overlong penalty;
-    reward: the whole reward."""
+    """What must vary within a group for it to be kept. correct: the task's own check of its
+    completions (the paper: some right, some wrong), or without such a check the reward minus the
+    overlong penalty; reward: the whole reward."""
     max_sampling_rounds: int = key(10, stages=("data", "sampling"))
-    """Largest number of replacement rounds in a step; groups without variance fill the places that
-    are left."""
+    """Largest number of replacement rounds in a step; groups without variance fill the remaining
+    places."""
     num_epochs: int = key(1, stages=("update",))
     """Passes over each step's groups (TRL's num_iterations, PPO epochs)."""
     num_minibatches: int = key(1, stages=("update",))
@@ -257,8 +258,8 @@ class AlgorithmSection:
                 not POLICY_LOSSES[self.loss].one_gradient,
                 "algorithm.loss",
                 self.loss,
-                "a loss by token (as grpo) with algorithm.advantage=gae: this one has one gradient "
-                "for all tokens of a completion",
+                "a loss by token (such as grpo) with algorithm.advantage=gae: this one has one "
+                "gradient for all tokens of a completion",
             )
         if self.credit == "completion":
             require(
@@ -283,14 +284,15 @@ class AlgorithmSection:
             self.discount == 1 or not is_own_of_turns,
             "algorithm.discount",
             self.discount,
-            "1 with a function of yours: it gets the reward of each turn, and discounts itself",
+            "1 with your own function: it gets the reward of each turn, and applies its own "
+            "discount",
         )
         require(
             not POLICY_LOSSES[self.loss].one_gradient,
             "algorithm.loss",
             self.loss,
-            f"a loss by token (as gspo-token) with algorithm.credit={self.credit}: this one has "
-            "one gradient for all tokens of a completion",
+            f"a loss by token (such as gspo-token) with algorithm.credit={self.credit}: this one "
+            "has one gradient for all tokens of a completion",
         )
 
     @property

@@ -58,9 +58,9 @@ class MeshSection:
     """Devices that share the tokens of a row (context parallelism), and parameters as those of
     mesh.fsdp do: for rows whose activations do not fit one device."""
     expert: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
-    """Devices that share the experts of a layer, by their number, and rows and other parameters as
-    those of mesh.fsdp do (expert parallelism). Above 1 the devices of a sampler's replica must
-    divide their number too."""
+    """Devices over which the experts of a layer are distributed; they share rows and other
+    parameters as those of mesh.fsdp do (expert parallelism). Above 1, the number of devices of a
+    sampler's replica must divide the number of experts, too."""
     trainer: str = key("", stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Devices of the trainer: a fraction (0.5, or 1.0 for all), a count (2), or a list of numbers
     ([0,1]); empty for all. A fraction or count takes the first devices."""
@@ -79,15 +79,15 @@ class MeshSection:
             "devices of the sampler",
         ),
     )
-    """Devices of one replica of the sampler, which share its weights; 0 for mesh.tensor, or more
-    where a replica does not fit the memory of so few."""
+    """Devices of one replica of the sampler, which share its weights; 0 for mesh.tensor, or more if
+    a replica does not fit the memory of that many."""
     dcn_data: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Slices (or hosts) that each have a copy of the model, times mesh.data copies within each."""
     dcn_fsdp: int = key(1, stages=("sampling", "update", "evaluation"), on_resume="bits")
     """Slices (or hosts) that share parameters, times mesh.fsdp devices within each."""
     coordinator: str = key("", stages=())
-    """Of a run in several processes: HOST:PORT where process 0 waits for the others. Slurm and TPU
-    slices give it."""
+    """In a run of several processes: HOST:PORT at which process 0 waits for the others. Slurm and
+    TPU slices provide it."""
     processes: int = key(
         0,
         stages=(),
@@ -96,7 +96,7 @@ class MeshSection:
     """Number of processes, each with its own devices and started with the same command; 0 for one,
     or as Slurm or a TPU slice says."""
     process: int = key(-1, stages=(), undecided_because="it differs between the processes of a run")
-    """Number of this process, from 0; process 0 writes the run folder. Slurm and TPU slices give
+    """Number of this process, from 0; process 0 writes the run folder. Slurm and TPU slices provide
     it."""
     pathways: bool = key(False, stages=())
     """Use the devices of all hosts from this one process, through Pathways' proxy at
@@ -104,7 +104,7 @@ class MeshSection:
     compiler_options: tuple[str, ...] = key(
         (), stages=("sampling", "update", "evaluation"), on_resume="bits"
     )
-    """XLA's options for all programs, as NAME=VALUE, over those that Shoal sets for the
+    """XLA's options for all programs, as NAME=VALUE; they override those that Shoal sets for the
     platform."""
 
     def __post_init__(self) -> None:
@@ -153,19 +153,19 @@ class SamplerSection:
 
     kind: Literal["local", "ray", "vllm"] = key("local", stages=("sampling", "evaluation"))
     """Where completions are sampled: in this process (local), by workers in a Ray cluster (ray), or
-    by servers of vLLM (vllm)."""
+    by vLLM servers (vllm)."""
     workers: int = key(1, stages=())
-    """Samplers, each in a process of its own. ray: fewer do the work until the cluster has room.
-    vllm: servers started here, where vllm.urls names none."""
+    """Samplers, each in a process of its own. ray: until the cluster has room, fewer do the work.
+    vllm: servers to start here if vllm.urls names none."""
     devices_per_worker: int = key(1, stages=())
     """Devices of each worker. ray: mesh.sampler_tensor of them share a replica's weights; vllm: all
     of them do."""
     resources: tuple[str, ...] = key((), stages=())
-    """ray: what a worker asks Ray for, as NAME=VALUE: [GPU=1,CPU=4]. Empty for devices_per_worker
-    of the cluster's accelerators, or of its CPUs where it has none."""
+    """ray: what a worker requests from Ray, as NAME=VALUE: [GPU=1,CPU=4]. Empty for
+    devices_per_worker of the cluster's accelerators, or of its CPUs if it has none."""
     restarts: int = key(3, stages=())
-    """How often each worker that was lost is started anew, with growing pauses. Each 20 steps with
-    answers of it earn one back."""
+    """How often each lost worker is restarted, with growing pauses. Every 20 steps with its answers
+    earn one restart back."""
     stall_seconds: float = key(
         0.0,
         stages=(),
@@ -175,10 +175,10 @@ class SamplerSection:
     median of its compiled steps, at least 30. Reading weights and compiling may take any time, as
     long as its process answers."""
     quantise: Literal["none", "int8", "fp8"] = key("none", stages=("sampling", "evaluation"))
-    """Type of the weights of the sampler's products: 8 bits an element and a scale an output
-    channel, made at each publication, for half the memory and reading of bfloat16. What is sampled
-    then is not quite the trainer's model, so algorithm.correction=auto is tis. Of local samplers
-    and Ray's workers."""
+    """Type of the weights of the sampler's products: 8 bits per element and one scale per output
+    channel, made at each publication, with half the memory and memory traffic of bfloat16. The
+    model that samples is then not quite the trainer's, so algorithm.correction=auto is tis. For
+    local samplers and Ray's workers."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
@@ -190,7 +190,10 @@ class SamplerSection:
         at_least(self, "sampler.", 0, "stall_seconds", note="auto")
         for entry in self.resources:
             require(
-                _is_amount(entry), "sampler.resources", entry, "NAME=VALUE with a number, as GPU=1"
+                _is_amount(entry),
+                "sampler.resources",
+                entry,
+                "NAME=VALUE with a number, such as GPU=1",
             )
 
     @property
@@ -237,13 +240,13 @@ class PublishSection:
         stages=(),
         decided_from=("sampler.kind", "publish.folder", "Ray may span machines"),
     )
-    """How samplers get new weights: the arrays themselves, copied from device to device (memory, of
-    samplers in this process), files in publish.folder, or Ray's objects. auto: memory; of vLLM
-    files; of Ray's workers files where Ray was started here or publish.folder is given, else
+    """How samplers get new weights: the arrays themselves, copied from device to device (memory,
+    for samplers in this process), files in publish.folder, or Ray's objects. auto: memory; files
+    for vLLM; for Ray's workers files if Ray was started here or publish.folder is given, else
     ray."""
     folder: str = key("", stages=())
-    """Folder of the files, which trainer and samplers share; empty for one in memory, /dev/shm,
-    where it has room."""
+    """Folder of the files, which trainer and samplers share; empty for one in memory, /dev/shm, if
+    it has room."""
 
 
 @dataclass(frozen=True)
@@ -254,8 +257,8 @@ class RaySection:
     """The Ray cluster: auto (the one that runs on this machine) or HOST:PORT; empty to start one
     here, or for the cluster of a job that `ray job submit` started."""
     wait_seconds: float = key(300.0, stages=())
-    """How long to wait for workers that the cluster has no room for: then the run goes on without
-    them, or ends where there is none."""
+    """How long to wait for workers that the cluster has no room for. The run then continues without
+    them, or ends if there is no worker at all."""
 
     def __post_init__(self) -> None:
         require(self.wait_seconds > 0, "ray.wait_seconds", self.wait_seconds, "a number above 0")
@@ -267,21 +270,21 @@ class VllmSection:
 
     urls: tuple[str, ...] = key((), stages=("sampling", "evaluation"))
     """Servers that run already, as [http://HOST:PORT], started with VLLM_SERVER_DEV_MODE=1,
-    --enable-scale-out and --logprobs-mode=processed_logprobs; publish.folder must be theirs, too.
-    Empty to start sampler.workers of them."""
+    --enable-scale-out and --logprobs-mode=processed_logprobs; they must share publish.folder. Empty
+    to start sampler.workers servers."""
     python: str = key("", stages=("sampling", "evaluation"))
-    """Command of a Python that has vLLM, for servers that are started here: /opt/vllm/bin/python,
-    or with variables: `env CUDA_VISIBLE_DEVICES=1 /opt/vllm/bin/python`."""
+    """Command of a Python that has vLLM, for servers that Shoal starts: /opt/vllm/bin/python, or
+    with variables: `env CUDA_VISIBLE_DEVICES=1 /opt/vllm/bin/python`."""
     arguments: tuple[str, ...] = key((), stages=("sampling", "evaluation"))
-    """Further arguments of these servers, as [--max-num-seqs=64,--data-parallel-size=2]."""
+    """Further arguments of these servers, such as [--max-num-seqs=64,--data-parallel-size=2]."""
     memory: float = key(
         0.0,
         stages=("sampling", "evaluation"),
         undecided_because="vLLM's own default holds, which its server does not report",
     )
-    """Share of the trainer's GPU that each of them takes (vLLM's gpu_memory_utilization) while it
-    samples: it sleeps while the trainer learns, in synchronous runs alone. 0 for vLLM's default, on
-    GPUs of their own."""
+    """Share of the trainer's GPU that each of these servers takes (vLLM's gpu_memory_utilization)
+    while it samples; it sleeps while the trainer learns. For synchronous runs only. 0 for vLLM's
+    default, on GPUs of their own."""
     tolerance: float = key(
         0.0, stages=(), decided_from=("sampler.kind", "model.dtype", "platform of the trainer")
     )

@@ -12,24 +12,24 @@ from shoal.config.sections.devices import WEIGHTS_ON_DEVICES
 
 @dataclass(frozen=True)
 class LoraSection:
-    """The keys `model.lora.*`: an adapter that is trained in place of all weights."""
+    """The keys `model.lora.*`: an adapter that is trained instead of all weights."""
 
     rank: int = key(0, stages=("update", "sampling", "evaluation"), on_resume="fixed")
-    """Rank of a LoRA adapter, which alone is then trained; 0: all weights are. 16 is usual, with
-    five to ten times the learning rate of full training."""
+    """Rank of a LoRA adapter, which is then the only thing that is trained; 0: all weights are
+    trained. 16 is usual, with five to ten times the learning rate of full training."""
     alpha: float = key(32.0, stages=("update", "sampling", "evaluation"), on_resume="fixed")
     """The adapter's change is multiplied by alpha / rank."""
     targets: tuple[str, ...] = key(
         ("all-linear",), stages=("update", "sampling", "evaluation"), on_resume="fixed"
     )
-    """Products that have an adapter, by PEFT's names: all-linear, or [q_proj,v_proj], or a regular
-    expression. Experts, which are parameters to PEFT, are named: experts.gate_up_proj,
+    """Products that get an adapter, by PEFT's names: all-linear, or [q_proj,v_proj], or a regular
+    expression. Experts, which are parameters to PEFT, must be named: experts.gate_up_proj,
     experts.down_proj."""
     rslora: bool = key(False, stages=("update", "sampling", "evaluation"), on_resume="fixed")
-    """Multiply by alpha / sqrt(rank) in place of alpha / rank."""
+    """Multiply by alpha / sqrt(rank) instead of alpha / rank."""
     path: str = key("", stages=("update", "sampling", "evaluation"), on_resume="fixed")
-    """Folder of an adapter in PEFT's format, or run folder with one, to begin with; its rank, alpha
-    and targets hold."""
+    """Folder of an adapter in PEFT's format, or run folder with one, to start from; its rank, alpha
+    and targets are used."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if the rank or alpha is out of
@@ -65,8 +65,8 @@ class ModelSection:
         decided_from=("platform of the trainer",),
     )
     """Type of the computation; auto is float32 on CPU, bfloat16 elsewhere. Master weights and
-    optimizer state stay float32. float16, on CPU and GPU, rounds 8 times less than bfloat16, and
-    has a loss scale that adapts."""
+    optimizer state stay float32. float16, on CPU and GPU, rounds 8 times more finely than bfloat16,
+    and uses an adaptive loss scale."""
     template: str = key("", stages=("data", "environment", "evaluation"), on_resume="fixed")
     """Jinja chat template, or a file with one, that replaces the tokenizer's own."""
     template_variables: tuple[str, ...] = key(
@@ -86,16 +86,16 @@ class ModelSection:
     )
     """What the backward pass recomputes (gradient checkpointing): nothing, all but products with
     weights (dots), the feed-forward part (attention), or whole blocks (full). offload is attention
-    with what is kept, and each block's input, in the host's memory. auto keeps what there is memory
-    for, nothing on a TPU that computes again as fast as it reads (8B on v6e); where the memory is
-    not known, as on a CPU, it is dots, or full where a micro-batch's activations would exceed 2
-    GiB."""
+    with what is kept, and each block's input, in the host's memory. auto keeps what fits in memory,
+    but nothing on a TPU that recomputes as fast as it reads (8B on v6e); if the memory is not
+    known, as on a CPU, it is dots, or full if a micro-batch's activations would exceed 2 GiB."""
     lora: LoraSection = field(default_factory=LoraSection)
     quantise: Literal["none", "int8", "fp8"] = key(
         "none", stages=("sampling", "update", "evaluation"), on_resume="fixed"
     )
-    """Type of frozen weights of products: 8 bits an element and a scale an output channel, from
-    when they are read. In training with model.lora; in eval and generate for any model."""
+    """Type of the frozen weights of products: 8 bits per element and one scale per output channel,
+    as soon as they are read. In training only with model.lora; in eval and generate for any
+    model."""
     router_replay: Literal["auto", "on", "off"] = key(
         "auto",
         stages=("sampling", "update"),
@@ -103,9 +103,9 @@ class ModelSection:
     )
     """Mixtures of experts: whether the policy, when it scores and learns, sends each token to the
     experts that the sampler sent it to, which the groups' files then record (R3, arXiv:2510.11370).
-    Rounding makes a router choose other experts now and then, and log-probs of such tokens differ
-    much. auto is on for a model with experts, unless another engine samples, which returns no
-    routes. Reference and teacher choose their own."""
+    Rounding now and then makes a router choose other experts, and the log-probs of such tokens
+    differ a lot. auto is on for a model with experts, unless another engine samples, because it
+    returns no routes. Reference and teacher choose their own experts."""
     attention: Literal["auto", "reference", "blocked", "pallas"] = key(
         "auto",
         stages=("sampling", "update", "evaluation"),
@@ -114,10 +114,10 @@ class ModelSection:
     )
     """How training, scoring and prefill compute attention: all scores of a row at once (reference),
     only the blocks of them that a prompt and its completions need (blocked), or the same by our own
-    kernels, on a TPU or an NVIDIA GPU (pallas). auto takes a kernel for rows of 512 tokens and
-    more, else blocked. Decoding has a kernel of ours, too, with auto and with pallas. With auto
-    they are taken if their results are right in a test at the start, else blocked for
-    everything."""
+    kernels, on a TPU or an NVIDIA GPU (pallas). auto uses a kernel for rows of 512 tokens or more,
+    else blocked. Decoding has a kernel of ours, too, with auto and with pallas. With auto the
+    kernels are used only if their results pass a test at the start; otherwise everything is
+    blocked."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if 8-bit weights are asked for
@@ -126,7 +126,7 @@ class ModelSection:
             self.quantise == "none" or self.dtype != "float16",
             "model.quantise",
             self.quantise,
-            "none with model.dtype=float16, whose largest number the products of 8 bits pass",
+            "none with model.dtype=float16, whose largest number products of 8-bit weights exceed",
         )
 
 
@@ -139,36 +139,36 @@ class TeacherSection:
     With algorithm.advantage=none it is the only signal. Several are NAME=PATH,NAME=PATH, all in
     memory: the column `teacher` of each row names its own."""
     address: str = key("", stages=("update",))
-    """Address of a server that is the teacher, in place of teacher.path: http://HOST:PORT of vLLM,
-    which gives log-probs of a prompt's tokens (prompt_logprobs). Several are NAME=URL,NAME=URL.
-    teacher.divergence is sampled or topk. A key is read from OPENAI_API_KEY."""
+    """Address of a server that is the teacher, instead of teacher.path: http://HOST:PORT of vLLM,
+    which returns log-probs of a prompt's tokens (prompt_logprobs). Several are NAME=URL,NAME=URL.
+    teacher.divergence must be sampled or topk. A key is read from OPENAI_API_KEY."""
     coef: float = key(1.0, stages=("update",))
     """Weight of the teacher's term."""
     divergence: Literal["sampled", "topk", "full"] = key("sampled", stages=("update",))
-    """What of the teacher's distribution is learned from. sampled: the teacher's log-prob of the
-    sampled token minus the policy's is added to the token's advantage. full: the divergence of both
-    distributions over the whole vocabulary is a term of the loss. topk: that over the teacher's
-    teacher.top_k likeliest tokens, with all others as one; needs no second head beside the
-    policy's."""
+    """Which part of the teacher's distribution is learned from. sampled: the teacher's log-prob of
+    the sampled token minus the policy's is added to the token's advantage. full: the divergence of
+    both distributions over the whole vocabulary is a term of the loss. topk: the same over the
+    teacher's teacher.top_k likeliest tokens, with all others as one; needs no second head in
+    addition to the policy's."""
     beta: float = key(1.0, stages=("update",))
     """Which divergence, as in TRL: 0 forward KL(teacher, policy), 1 reverse KL(policy, teacher),
-    between them Jensen-Shannon's, generalised. sampled has 1 alone."""
+    between them the generalised Jensen-Shannon divergence. With sampled only 1."""
     top_k: int = key(64, stages=("update",))
-    """Tokens of topk."""
+    """Number of tokens of topk."""
     quantise: Literal["none", "int8", "fp8"] = key("none", stages=("update",), on_resume="fixed")
-    """Type of the weights of the teacher's products, as in model.quantise: 8 bits an element and a
-    scale an output channel, from when they are read."""
+    """Type of the weights of the teacher's products, as in model.quantise: 8 bits per element and
+    one scale per output channel, as soon as they are read."""
     hint: str = key("", stages=("update",), on_resume="fixed")
     """What the teacher reads in place of a row's last user message, as text or a file with text:
-    {prompt} is that message, other names in braces are columns of the row. Without {prompt} it
-    follows the message, after a blank line. Without another teacher the model itself is the teacher
-    (SDFT, OPSD)."""
+    {prompt} is that message, other names in braces are columns of the row. Without {prompt} the
+    hint follows the message, after a blank line. Without another teacher the model itself is the
+    teacher (SDFT, OPSD)."""
     weights: Literal["base", "live"] = key("base", stages=("update",), on_resume="fixed")
-    """Which of its weights the model has as its own teacher, as in TRL: base, those that the run
-    began with; live, those that are trained, as they are."""
+    """Which weights the model has when it is its own teacher, as in TRL: base, those that the run
+    began with; live, the current ones that are being trained."""
     hint_tokens: int = key(256, stages=("update",))
-    """Most tokens by which teacher.hint may lengthen a prompt; rows of an update have room for
-    them."""
+    """Largest number of tokens by which teacher.hint may lengthen a prompt; rows of an update have
+    room for them."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its

@@ -31,14 +31,16 @@ class OptimizerSection:
     """Added to the root of AdamW's second moment."""
     moments: Literal["float32", "bfloat16"] = key("float32", stages=("update",))
     """Type in which AdamW's moments are kept between updates. bfloat16 takes half the memory, 4
-    bytes a parameter, and is rounded at random, so that small changes are right in the mean."""
+    bytes per parameter, and is rounded stochastically, so that small changes are right in the
+    mean."""
     offload: bool = key(False, stages=("update",), on_resume="bits")
-    """Keep AdamW's moments in the host's memory between updates: 8 bytes a parameter less on the
-    devices (4 with optimizer.moments=bfloat16). An update fetches them a layer at a time; its
-    result is the same."""
+    """Keep AdamW's moments in the host's memory between updates, which saves 8 bytes per parameter
+    on the devices (4 with optimizer.moments=bfloat16). An update fetches them one layer at a time;
+    its result is the same."""
     reduce_dtype: Literal["float32", "bfloat16"] = key("float32", stages=("update",))
-    """Type in which the gradients of several devices are summed; those of norms and biases always
-    are in float32. bfloat16 halves what moves; it needs a computation in bfloat16."""
+    """Type in which the gradients of several devices are summed; those of norms and biases are
+    always summed in float32. bfloat16 halves the bytes that are moved; it needs a computation in
+    bfloat16."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
@@ -61,7 +63,7 @@ class BatchSection:
     )
     """P: prompts in a step (verl's train_batch_size)."""
     prompts_per_device: int = key(0, stages=("data", "sampling", "update"))
-    """Prompts in a step for each device of the trainer, in place of prompts_per_step; 0 for off."""
+    """Prompts in a step for each device of the trainer, instead of prompts_per_step; 0 for off."""
     group_size: int = key(8, stages=("sampling", "update"))
     """G: completions of each prompt (TRL's num_generations, verl's rollout.n)."""
     micro_tokens: int = key(
@@ -81,10 +83,10 @@ class BatchSection:
         ),
     )
     """Tokens of a micro-batch on one device, padding included, in one row that prompts and
-    completions fill; it holds at least the longest prompt with the longest completion. 0 for 2,048
-    on CPU, and on an accelerator for 4,096, or, up to 32,768, as many whole groups as leave a
-    quarter of its memory. This replaces micro-batch size and gradient accumulation: it affects
-    memory and speed, never the result."""
+    completions fill; it holds at least the longest prompt with the longest completion. 0 means
+    2,048 on CPU; on an accelerator it means 4,096, or, up to 32,768, as many whole groups as leave
+    a quarter of its memory free. This replaces micro-batch size and gradient accumulation: it
+    affects memory and speed, never the result."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if prompts_per_device or

@@ -18,24 +18,24 @@ class JudgeSection:
     template: str = key("", stages=("rewards", "evaluation"))
     """Text (or a file with it) that the judge is asked, with {prompt}, {completion}, and {answer}
     or any other column of the data; empty for our own, which asks how right and complete the
-    completion is. The score is the number behind the reply's last `Score:` (or the field `score` of
+    completion is. The score is the number after the reply's last `Score:` (or the field `score` of
     a JSON object), else a reply that is nothing but a number; `8/10` is 8."""
     score_range: tuple[float, ...] = key((0.0, 10.0), stages=("rewards", "evaluation"))
     """Lowest and highest score: the reward is 0 for the lowest, 1 for the highest. A reply without
-    a score between them, or with a scale of its own that ends elsewhere (`4/5` of 10), is a
-    failure."""
+    a score between them, or with another scale (`4/5` of 10), is a failure."""
     response_format: Literal["text", "json_object", "json_schema"] = key(
         "text", stages=("rewards", "evaluation")
     )
     """Form of the reply that is requested: json_schema (vLLM, SGLang, OpenAI) and json_object are
-    the address's own `response_format`, and have the score in a field `score`; text sends none."""
+    sent as `response_format`, and their replies have the score in a field `score`; text sends
+    none."""
     max_tokens: int = key(512, stages=("rewards", "evaluation"))
-    """Longest reply; sent as `max_completion_tokens` where the address asks for that."""
+    """Longest reply; sent as `max_completion_tokens` if the server asks for that."""
     concurrency: int = key(16, stages=())
-    """Requests under way at once."""
+    """Largest number of concurrent requests."""
     retries: int = key(3, stages=("rewards", "evaluation"))
-    """Further requests, after growing pauses, where the address is busy, fails, hangs or answers
-    with something else; all within reward.timeout_seconds, each at most half of it."""
+    """How often a request is repeated, after growing pauses, if the server is busy, fails, hangs or
+    answers with something else; all within reward.timeout_seconds, each at most half of it."""
     cache: str = key("~/.cache/shoal/judge", stages=("rewards", "evaluation"))
     """Folder in which replies are kept, so that no text is graded twice, and a resumed run gives
     the same rewards; empty for none."""
@@ -63,7 +63,7 @@ class RewardSection:
     """The keys `reward.*`: functions that score completions."""
 
     functions: tuple[str, ...] = key((), stages=("rewards", "evaluation"), names_code="rewards")
-    """Reward functions as `file.py:function`, names of ready ones (accuracy_reward, ...),
+    """Reward functions as `file.py:function`, names of ready-made ones (accuracy_reward, ...),
     `model:PATH` for a reward model (a sequence classifier's folder or hub id), or `judge:URL` for a
     judge behind an OpenAI-style address; empty for the task's own."""
     weights: tuple[float, ...] = key((), stages=("rewards", "evaluation"))
@@ -74,12 +74,12 @@ class RewardSection:
     """gsm8k: the system whose prompt and rewards are used."""
     overlong_buffer_tokens: int = key(0, stages=("rewards", "evaluation"))
     """DAPO's penalty for long completions (TRL's soft_punish_cache): the reward falls linearly over
-    this many last tokens before sampling.max_completion_tokens; -1 for a fifth of that limit, as in
-    the paper, 0 for no penalty."""
+    this many tokens before sampling.max_completion_tokens; -1 for a fifth of that limit, as in the
+    paper, 0 for no penalty."""
     overlong_penalty: float = key(1.0, stages=("rewards", "evaluation"))
     """Largest overlong penalty: subtracted from the reward of a completion at the limit."""
     timeout_seconds: float = key(60.0, stages=())
-    """Time limit of one call of a reward function; its process is killed after it."""
+    """Time limit of one call of a reward function; when it is reached, the process is killed."""
     memory_gib: float = key(4.0, stages=())
     """Memory that a reward process may allocate on top of its own start-up; 0 for no limit."""
     on_error: Literal["error", "zero", "skip"] = key("error", stages=("rewards", "evaluation"))
@@ -88,10 +88,10 @@ class RewardSection:
     Each failure is counted and reported with its example."""
     max_failed_share: float = key(0.5, stages=())
     """With on_error=zero or skip: the run stops with an error if a function failed for more than
-    this share of its last 64 completions, or of fewer at its end, or where nothing else came in 3
-    minutes of waiting; 1 for no limit."""
+    this share of its last 64 completions, or of fewer completions at the end of the run, or after 3
+    minutes of waiting in which nothing else came; 1 for no limit."""
     workers: int = key(2, stages=())
-    """Processes that call reward functions; 0 calls them in the main process, without limits of
+    """Processes that call reward functions; 0 calls them in the main process, without limits on
     time and memory."""
     judge: JudgeSection = field(default_factory=JudgeSection)
 

@@ -61,16 +61,16 @@ class SamplingSection:
     evaluation_slots: int = key(
         0, stages=("evaluation",), decided_from=("completions of an evaluation",)
     )
-    """Completions of an evaluation that each sampler has at once; 0 for as many as of training, and
-    no more than the evaluation has."""
+    """Completions of an evaluation that each sampler samples at once; 0 for as many as in training,
+    but no more than the evaluation has."""
     mean_completion_tokens: int = key(0, stages=("sampling", "evaluation"))
-    """Decoding by the kernel for TPUs alone: how long completions are in the mean, by which slots
-    are counted, in place of the longest (0). Some wait meanwhile where all together have no memory
-    (sampler/preempted_rows)."""
+    """Only for decoding by the kernel for TPUs: mean length of completions, from which the number
+    of slots is planned, instead of from the longest (0). If all completions together do not fit in
+    memory, some of them wait (sampler/preempted_rows)."""
     memory_share: float = key(0.85, stages=("sampling", "evaluation"))
     """Share of an accelerator's memory that weights and the sampler's keys and values may take
-    while sampling (as vLLM's gpu_memory_utilization): where it leaves no room for all slots, fewer
-    completions are sampled at once. The rest is for what programs need besides."""
+    while sampling (as vLLM's gpu_memory_utilization): if it leaves no room for all slots, fewer
+    completions are sampled at once. The rest is for what programs need in addition."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its

@@ -24,10 +24,11 @@ class EnvironmentSection:
         stages=("environment", "data", "sampling", "rewards", "evaluation"),
         names_code="environment",
     )
-    """Class or function of no arguments that makes an environment of a rollout, as
+    """Class, or function without arguments, that makes the environment of a rollout, as
     `file.py:Factory`: its `reset(**columns)` begins a rollout, its public methods are tools,
-    `respond(message)` answers in words, and `get_reward()` is a further reward. A mapping of names
-    to factories is chosen from by the column `environment`. Or `openenv:URL`, an OpenEnv server."""
+    `respond(message)` answers in words, and `get_reward()` is a further reward. Or a mapping of
+    names to factories, from which the column `environment` chooses one; or `openenv:URL`, an
+    OpenEnv server."""
     rollout: str = key(
         "",
         stages=("environment", "data", "sampling", "rewards", "evaluation"),
@@ -42,17 +43,17 @@ class EnvironmentSection:
         names_code="environment",
     )
     """Program that plays a rollout, as `python my_agent.py`, or function, as `file.py:function`: it
-    asks the address in OPENAI_BASE_URL, with a key of its own, as often as it likes, and gets its
+    calls the address in OPENAI_BASE_URL, with a key of its own, as often as it likes, and gets its
     row as JSON on standard input."""
     max_turns: int = key(8, stages=("environment", "sampling", "evaluation"))
-    """Most turns of the model in a rollout. All of a rollout's tokens, those of tools included, are
-    limited by sampling.max_completion_tokens."""
+    """Largest number of turns of the model in a rollout. All of a rollout's tokens, those of tools
+    included, are limited by sampling.max_completion_tokens."""
     history: Literal["keep", "template"] = key(
         "keep", stages=("environment", "sampling", "evaluation")
     )
     """What a turn reads of those before it: keep, the tokens that were sampled; template, what the
-    chat template makes of the messages each time, which may leave out thoughts. Where that differs
-    from what is there, the rollout goes on in a branch with a prompt of its own, of at most
+    chat template makes of the messages each time, which may leave out thoughts. If that differs
+    from the tokens so far, the rollout continues in a branch with a prompt of its own, of at most
     sampling.max_prompt_tokens."""
     call_format: Literal[
         "auto", "hermes", "xml", "llama", "gemma", "harmony", "mistral", "template"
@@ -73,35 +74,36 @@ class EnvironmentSection:
         "error", stages=("environment", "sampling", "rewards", "evaluation")
     )
     """If an environment fails, hangs or dies: error stops the run, zero ends that rollout with
-    reward 0, skip excludes it from its group. A tool that raises is answered with its error, and
-    the rollout goes on."""
+    reward 0, skip excludes it from its group. If a tool raises, the model gets the error as its
+    answer, and the rollout continues."""
     timeout_seconds: float = key(60.0, stages=("environment", "sampling", "evaluation"))
-    """Time limit of one call of a tool or an environment; its process is killed after it."""
+    """Time limit of one call of a tool or an environment; when it is reached, the process is
+    killed."""
     episode_seconds: float = key(600.0, stages=("environment", "sampling", "evaluation"))
     """Time limit of all calls of a rollout together."""
     memory_gib: float = key(4.0, stages=("environment", "sampling", "evaluation"))
     """Memory that a session may allocate on top of its start-up; 0 for no limit."""
     result_bytes: int = key(65536, stages=("environment", "sampling", "evaluation"))
-    """Longest result of a call; what is beyond is cut."""
+    """Longest result of a call; the rest is cut off."""
     special_tokens: bool = key(True, stages=("environment", "sampling", "evaluation"))
     """Special and other added tokens of the tokenizer that the words of tools and environments
-    spell out, as `<|im_end|>`, become those tokens, as in TRL. false: they stay plain text, so that
-    words of strangers, such as web pages, cannot end a turn or speak as the system."""
+    spell out, such as `<|im_end|>`, become those tokens, as in TRL. false: they stay plain text, so
+    that words of strangers, such as web pages, cannot end a turn or speak as the system."""
     sandbox: Literal["none", "bwrap"] = key(
         "none", stages=("environment", "sampling", "evaluation")
     )
     """bwrap: sessions run in the system's bubblewrap, without network, with a read-only file system
     and without the sockets of other programs."""
     workers: int = key(32, stages=("environment", "sampling", "evaluation"))
-    """Calls of tools that are functions at once, each in a process; `async` ones share one process,
-    as many as come."""
+    """Largest number of concurrent calls of tools that are functions, each in its own process;
+    `async` tools share one process, without this limit."""
     rollouts: int = key(
         0,
         stages=("environment", "sampling", "evaluation"),
         undecided_because="it is the number of slots, which each host plans when it starts",
     )
-    """Rollouts in flight at once; more than the sampler's places keeps them busy while others wait
-    for tools. 0: as many as there are places."""
+    """Largest number of concurrent rollouts; more than the sampler has slots keeps its slots busy
+    while other rollouts wait for tools. 0: as many as there are slots."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
@@ -118,7 +120,7 @@ class EnvironmentSection:
                 not (getattr(self, name) and others),
                 f"environment.{name}",
                 getattr(self, name),
-                "no tools and no environment beside it: it calls what it needs",
+                "no tools and no environment together with it: it calls what it needs",
             )
         for name in ("timeout_seconds", "episode_seconds"):
             require(
@@ -139,8 +141,8 @@ def names_file(text: str) -> bool:
 
 
 DOORS = {
-    "agent": "agent='python my_agent.py' (environment.agent), beside the task whose prompts it "
-    "gets",
+    "agent": "agent='python my_agent.py' (environment.agent), together with the task whose prompts "
+    "it gets",
     "openenv": "environment=openenv:URL, with task=environment where the server asks the questions",
     "verifiers": "task=custom with agent= and the rows that it writes, by "
     "examples/verifiers_agent.py",

@@ -24,8 +24,8 @@ class TrainSection:
         decided_from=("task.name", "checkpoint.keep_best"),
     )
     """How many questions of each set are asked between the first and the last evaluation, and
-    sampled for pass@k; 0 for all, -1 for 100 with task=words and all otherwise.
-    checkpoint.keep_best compares evaluations: all ask all."""
+    sampled for pass@k; 0 for all, -1 for 100 with task=words and all otherwise. With
+    checkpoint.keep_best, which compares evaluations, every evaluation asks all."""
     pass_k: int = key(-1, stages=("evaluation",), decided_from=("task.name",))
     """Completions of each question for pass@k in the first and the last evaluation; 0 for off, -1
     for 8 with task=words and off otherwise."""
@@ -34,12 +34,12 @@ class TrainSection:
     versions old."""
     max_staleness: int = key(-1, stages=("sampling",), decided_from=("train.weight_sync_interval",))
     """Largest age of samples, in versions of the weights: weight_sync_interval - 1 or more; -1 for
-    exactly that. What exceeds it lets a sampler with devices of its own go on while the trainer
+    exactly that. A larger value lets a sampler with devices of its own continue while the trainer
     learns."""
     versions: Literal["fixed", "newest"] = key("fixed", stages=("sampling",))
-    """Which weights samples are from. fixed: those that a step's number and max_staleness name, the
-    same in every run. newest: the newest that a sampler has, changed while completions go on; none
-    start on older ones than max_staleness allows."""
+    """Which weights samples come from. fixed: those that follow from the step's number and
+    max_staleness, the same in every run. newest: the newest that a sampler has, which may change in
+    the middle of a completion; no completion starts on older weights than max_staleness allows."""
     retire_above: float = key(1.0, stages=("data",))
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled
     again, and harder prompts are sampled more often; 1 for off."""
@@ -73,7 +73,7 @@ class TrainSection:
                 "train.max_staleness",
                 self.max_staleness,
                 f"weight_sync_interval = {self.weight_sync_interval} or more with "
-                "train.versions=newest: samples that are asked for ahead are of older weights",
+                "train.versions=newest: samples that are requested ahead come from older weights",
             )
 
 
@@ -89,8 +89,8 @@ class CheckpointSection:
     """Best evaluated checkpoints to keep in addition (train.evaluate_every); every evaluated
     version is then saved."""
     most_unsaved: int = key(3, stages=())
-    """Of a run in a bucket that does not answer: checkpoints that are on this machine alone before
-    training waits."""
+    """For a run in a bucket that does not answer: how many checkpoints may be on this machine alone
+    before training waits."""
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
@@ -152,8 +152,9 @@ class ReportSection:
     mlflow: MlflowSection = field(default_factory=MlflowSection)
     trackio: TrackioSection = field(default_factory=TrackioSection)
     completions_every: int = key(0, stages=())
-    """Steps after which the terminal shows a prompt's answers of least and most reward, and
-    TensorBoard, Weights & Biases, MLflow and Trackio a table of a few completions; 0: never."""
+    """Every so many steps, the terminal shows a prompt's lowest-rewarded and highest-rewarded
+    answer, and TensorBoard, Weights & Biases, MLflow and Trackio get a table of a few completions;
+    0: never."""
     timeline: bool = key(False, stages=())
     """Write `timeline.json` for Perfetto: when trainer, sampler, rewards and publication worked and
     waited."""

@@ -101,7 +101,7 @@ def require_sandbox() -> None:
     code outside of one. A success is cached. The check runs a small case in a sandbox."""
     if platform.machine() not in NUMBERS:
         raise ShoalError(
-            "task code: a model's code is run in bubblewrap alone, on Linux for "
+            "task code: a model's code runs only in bubblewrap, on Linux for "
             f"{' or '.join(NUMBERS)}",
             "task.name",
         )

@@ -4,8 +4,8 @@ import { addressOf } from "./address.js";
 import { asText, card, count, el, num, tableCard } from "./dom.js";
 import { textNodes } from "./text.js";
 
-const STAGES = { data: "the questions are others", sampling: "the same question is answered with another text",
-  rewards: "the same text has another reward", update: "the same texts and rewards are learned from in another way" };
+const STAGES = { data: "the questions differ", sampling: "the same questions have different answers",
+  rewards: "the same texts have different rewards", update: "the updates differ, for the same texts and rewards" };
 
 export function comparisonBlock({ names, records, comparison, shared }) {
   const plain = (title) => title.replace(/ \(.*\)$/, ""); // runs may be evaluated on other numbers of questions

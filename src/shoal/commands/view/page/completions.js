@@ -9,10 +9,10 @@ import { textNodes } from "./text.js";
 const yes = (value) => (value === null ? "–" : value ? "yes" : "no");
 // As GROUP_COLUMNS; the columns of the reward functions stand before the advantage.
 const COMPLETION_COLUMNS = [
-  ["step", "step", num, "training step; of an evaluation the step after which it was made"],
+  ["step", "step", num, "training step; in an evaluation, the step after which it was made"],
   ["set", "set", String, "train, or the data set of an evaluation"], ["prompt", "prompt", null], ["text", "text", null],
-  ["reward", "reward", num, "what the functions add up to"], ["right", "right", yes, "whether the answer is right, where somebody knows"],
-  ["advantage", "advantage", num, "how much better than the group's mean; none where no update used it"],
+  ["reward", "reward", num, "weighted sum of the reward functions"], ["right", "right", yes, "whether the answer is right, if the task checks it"],
+  ["advantage", "advantage", num, "how much better than the group's mean; none if no update used it"],
   ["length", "tokens", num, "tokens of the model"], ["truncated", "cut off", yes, "whether it reached the token limit"],
   ["unscored", "no score", yes, "whether a reward function failed"],
   ["turns", "turns", num, "turns of a rollout"], ["calls", "calls", num, "tool calls of a rollout"],

@@ -7,7 +7,7 @@ import { textNodes } from "./text.js";
 
 // Column -> its heading, format and meaning; a column of texts has no meaning.
 const GROUP_COLUMNS = [
-  ["step", "step", num, "training step; of an evaluation the step after which it was made"], ["group", "group", num, "place in the step"],
+  ["step", "step", num, "training step; in an evaluation, the step after which it was made"], ["group", "group", num, "place in the step"],
   ["set", "set", String, "train, or the data set of an evaluation"], ["prompt", "prompt", null],
   ["reward", "reward", num, "mean over its completions"], ["spread", "spread", num, "standard deviation of the reward"],
   ["pass", "pass", percent, "completions that solve it"], ["length", "length", num, "mean tokens of a completion"],

@@ -61,7 +61,7 @@ export class Notes {
     };
     replace(this.node, el("form", { class: "card noteForm", on: { submit: save } },
       el("label", { for: "note", text: "Note" }), text,
-      el("label", { for: "tags", text: "Tags, with spaces between" }), words, error,
+      el("label", { for: "tags", text: "Tags, separated by spaces" }), words, error,
       el("div", { class: "controls" }, el("button", { type: "submit", class: "primary", text: "Save" }),
         el("button", { type: "button", text: "Cancel", on: { click: () => close(this.newest) } }))));
     text.focus();

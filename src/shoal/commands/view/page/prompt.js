@@ -34,7 +34,7 @@ async function readPrompt(view, parameters) {
     record: await load("prompt", { run: name, set, row, other: place ? "" : other }) })));
   const all = view.strips.flatMap(({ name, place, record }) => record.groups.map((group) => ({ ...group, run: name,
     key: `${place}.${group.file}.${group.group}` })));
-  if (!all.length) throw new Error(`No group of row ${row} of ${set} has been read: the run may not have asked it yet.`);
+  if (!all.length) throw new Error(`No group of row ${row} of ${set} has been read: the run may not have asked this question yet.`);
   const chosen = chosenSides(all, parameters);
   const sides = await Promise.all(chosen.map(async (side) => side && { ...side,
     record: await load("group", { run: side.run, file: side.file, group: side.group }) }));
@@ -68,7 +68,7 @@ function drawPrompt(view, parameters, all, sides) {
       stepLink("previous question", "p", link(record.previous)), stepLink("next question", "n", link(record.next)),
       runChoice(view, parameters), textChoice(() => drawPrompt(view, here().parameters, all, sides))),
     el("h1", { text: `Row ${num(Number(row))} of ${set}, answered ${num(record.total)} ${record.total === 1 ? "time" : "times"}` }),
-    words.length > 1 && words[0] !== words[1] ? el("p", { class: "notice", text: "The two runs asked other questions under this "
+    words.length > 1 && words[0] !== words[1] ? el("p", { class: "notice", text: "The two runs asked different questions under this "
       + "row: their data differ." }) : null,
     promptCard(shown),
     view.strips.map((strip) => stripOf(strip, several, sides)),

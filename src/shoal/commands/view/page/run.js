@@ -84,7 +84,7 @@ async function readQuestions(view) {
     href: addressOf("groups", { run, filter: "set!=train", sort: "change", desc, prompts }) })),
   el("ol", { class: "questions" }, rows.map((row) => el("li", {}, el("a", { href: addressOf("prompt", { run, set: row.set, row: row.row }) },
     textNodes(row.prompt)))))] : null);
-  replace(view.parts.questions, card("Questions of evaluations, before and after", list(["learned", "1", "learned"], learned),
+  replace(view.parts.questions, card("Evaluation questions, before and after", list(["learned", "1", "learned"], learned),
     list(["lost", "", "lost"], lost)));
 }
 

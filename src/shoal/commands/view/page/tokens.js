@@ -23,7 +23,7 @@ const COLOURS = {
     { "-4": "below, advantage < 0", 0: "within", 4: "above, advantage > 0" }],
   mask: ["trained on (loss mask)", (data, t) => (data.mask[t] ? 2 : -2), { "-2": "context, no loss", 2: "the model's" }],
   versions: ["weights that sampled it", (data, t) => ((data.versions[t] - data.versions[0]) % 2 ? 2 : 0),
-    { 0: "the first weights", 2: "the next ones, in turn" }],
+    { 0: "the first weights", 2: "the following versions, in turn" }],
 };
 const COLOUR_STEPS = [-4, -3, -2, -1, 0, 1, 2, 3, 4];
 

@@ -789,6 +789,9 @@ def test_values_that_a_run_chose_are_no_settings_that_differ(tmp_path):
     }
     found = compared([chosen | {"train.max_staleness": 0}, other], [decided, decided])
     assert [row["key"] for row in found["differing"]] == ["train.max_staleness"]
+    # Tags and notes are shown as such.
+    labelled = [chosen | {"tags": ["a"], "notes": ""}, chosen | {"tags": [], "notes": "why"}]
+    assert compared(labelled)["differing"] == []
     assert "algorithm.correction" in {
         row["key"] for row in compared([chosen, other], [decided, set()])["differing"]
     }

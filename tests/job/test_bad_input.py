@@ -134,6 +134,10 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
         ),
         ("checkpoint.keep_last=-1", ["checkpoint.keep_last=-1", "0 (all) or more"]),
         (
+            "tags=good,",
+            ["tags=['good', '']: the tag '' is not a single word", "tags=baseline,warm-up"],
+        ),
+        (
             "sampling.max_prompt_tokens=5",
             ["no prompt of held_out has at most 5 tokens", "max_prompt_tokens to 12, its"],
         ),

@@ -292,9 +292,11 @@ import json, sys
 from pathlib import Path
 from shoal.config.sections.train import ReportSection, WandbSection
 from shoal.report.sinks import make_sinks
+from shoal.runs.notes import RunNotes
 section = ReportSection(wandb=WandbSection(mode=sys.argv[4], project="fish"))
 config = {"seed": 0, "batch": {"size": 8}}
-(sink,) = make_sinks(Path(sys.argv[1]), section, config, "first", None, print, print)
+labels = RunNotes("why", ("baseline", "warm-up"))
+(sink,) = make_sinks(Path(sys.argv[1]), section, config, "first", None, print, print, labels)
 for step, row in json.loads(sys.argv[2]):
     if step == 2:
         sink.write_completions(step, json.loads(sys.argv[3]))
@@ -360,6 +362,7 @@ def test_wandb_offline_writes_everything_sends_nothing_and_says_so(alone, mode, 
     ]
     config = {item.key: item.value_json for item in run.config.update}
     assert (run.project, run.display_name) == ("fish", "first")
+    assert (run.notes, sorted(run.tags)) == ("why", ["baseline", "warm-up"])
     assert config["seed"] == "0" and config["batch"] == '{"size":8}'
     written = [file for file in alone.parent.rglob("*") if file.is_file()]
     assert not [file for file in written if b"hf_never" in file.read_bytes()]
@@ -489,11 +492,13 @@ import json, sys
 from pathlib import Path
 from shoal.config.sections.train import MlflowSection, ReportSection, TrackioSection
 from shoal.report.sinks import make_sinks
+from shoal.runs.notes import RunNotes
 name, folder, rows, table = sys.argv[1], Path(sys.argv[2]), *map(json.loads, sys.argv[3:5])
 section = {"mlflow": MlflowSection, "trackio": TrackioSection}[name](mode="auto")
 report = ReportSection(**{name: section})
 config = {"seed": 0, "batch": {"size": len(rows)}}
-(sink,) = make_sinks(folder, report, config, "first", None, print, print)
+labels = RunNotes("why", ("baseline",))
+(sink,) = make_sinks(folder, report, config, "first", None, print, print, labels)
 for step, row in rows:
     if step == 2:
         sink.write_completions(step, table)
@@ -553,6 +558,8 @@ def test_mlflow_has_one_run_with_each_step_once(tmp_path):
             ("rewards/logged/größe _a___s.b", 3, 2.0, 0),
         ]
         # a parameter keeps the value that the run began with
+        tags = dict(database.execute("select key, value from tags").fetchall())
+        assert (tags["baseline"], tags["mlflow.note.content"]) == ("true", "why")
         params = database.execute("select key, value from params").fetchall()
         assert sorted(params) == [("batch.size", "3"), ("seed", "0")]
     (table,) = folder.rglob("completions/step_2.json")

@@ -34,6 +34,7 @@ from shoal.files import check_base, check_local, check_writable, find_input
 from shoal.findings import Findings
 from shoal.records import ShoalError
 from shoal.runs.layout import find_named, is_run, named_folder, refuse_foreign
+from shoal.runs.notes import RunNotes
 from shoal.tasks.task import TASKS, load_by_name, no_reward
 from shoal.text import CLOSE, count, exact, likeness
 
@@ -445,8 +446,8 @@ def adapter_warnings(lora: LoraSection) -> Iterator[tuple[str, str]]:
 
 def check_settings(config: Config, findings: Findings) -> None:
     """Adds findings about settings that are probably mistakes. ShoalError if the run would refuse
-    the settings (`check_trainable`); the findings are added before that. If there is nothing to
-    say, an `ok` finding gives the size of a step."""
+    the settings (`check_trainable`, a tag that is no word); the findings are added before that. If
+    there is nothing to say, an `ok` finding gives the size of a step."""
     check = findings.of("configuration")
     before = len(findings.found)
     s = config.sampling
@@ -516,6 +517,7 @@ def check_settings(config: Config, findings: Findings) -> None:
         if holds:
             say(text, key)
     check_trainable(config)
+    RunNotes.of_keys(config.notes, config.tags)  # called for its error alone
     if len(findings.found) == before:
         check.ok(step_text(config))
 

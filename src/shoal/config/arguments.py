@@ -66,7 +66,9 @@ POSITIONALS: Mapping[str, tuple[str, ...]] = {
 the first key is a list, it takes all positional arguments."""
 
 
-COMMA_LISTS = frozenset({"reward.functions", "environment.tools", "reward.weights", "groups"})
+COMMA_LISTS = frozenset(
+    {"reward.functions", "environment.tools", "reward.weights", "groups", "tags"}
+)
 """Keys of lists whose items contain no commas, so that `a,b` without brackets is two items. For
 other lists, like `sampling.stop`, `a,b` is one item."""
 

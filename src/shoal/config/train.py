@@ -41,6 +41,10 @@ FOLDER_KEYS = ("run_name", "base_output_directory", "resume")
 """Keys that say in which folder a run is, not what it does."""
 
 
+LABEL_KEYS = ("tags", "notes")
+"""Keys with what people write about a run, not what it does."""
+
+
 @dataclass(frozen=True)
 class Config:
     """`shoal train`: trains a model by reinforcement learning, or resumes a run."""
@@ -64,6 +68,11 @@ class Config:
     price: float = key(0.0, stages=())
     """Price of a device for an hour, in any currency: the run and the plan then say what they cost;
     0 for not known."""
+    tags: tuple[str, ...] = key((), stages=())
+    """Words by which the run is found in `shoal view`, Weights & Biases and MLflow, several as a,b;
+    kept in notes.json."""
+    notes: str = key("", stages=())
+    """A note on why the run is made, kept and shown with its tags."""
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)

@@ -37,6 +37,8 @@ from shoal.report.timeline import TIMELINE, Timeline
 from shoal.rollout.fleet import Fleet
 from shoal.runs.layout import MODEL_FOLDER, is_run, make_run_folder, refuse_foreign
 from shoal.runs.mirror import Mirror
+from shoal.runs.notes import RunNotes, write_notes
+from shoal.runs.reader import StoredRun, read_requested
 from shoal.runs.recipe import Followed
 from shoal.runs.writer import NullRunWriter, RunWriter
 from shoal.stop import StopSignal
@@ -273,11 +275,12 @@ def open_folder(job: Job) -> RunWriter:
 
 
 def begin_folder(job: Job, folder: RunWriter, first_version: int) -> None:
-    """Writes what a run's folder holds from its start besides the settings: Hydra's files if
-    `report.hydra` and the run is new, the model's configuration and tokenizer, the phase `start`.
-    From here on the console writes its log and its events there, until the job is closed. Called by
-    process 0 alone. `first_version`: the version of the weights that the run starts or resumes
-    from."""
+    """Writes what a run's folder holds from its start besides the settings: tags and notes, Hydra's
+    files if `report.hydra` and the run is new, the model's configuration and tokenizer, the phase
+    `start`. From here on the console writes its log and its events there, until the job is closed.
+    Called by process 0 alone. `first_version`: the version of the weights that the run starts or
+    resumes from."""
+    write_labels(job, folder)
     if job.config.report.hydra and not job.resumed:
         changed = difference_from_defaults(job.requested)
         overrides = [f"{key}={shown(value)}" for key, value in changed.items()]
@@ -306,6 +309,23 @@ def write_head(folder: RunWriter, spec: ModelSource, config: Config, resumed: bo
             copy_model_files(spec, model_folder)
 
 
+def write_labels(job: Job, folder: RunWriter) -> None:
+    """Writes the keys `notes` and `tags` to the run's `notes.json`. Of a resumed run only a key
+    whose value is not what the run was started with: people may have changed the file since. A
+    damaged file counts as empty."""
+    requested = job.requested
+    earlier = read_requested(job.resumed) if job.resumed else Config()
+    written = StoredRun(folder.path, lenient=True).notes()
+    notes, tags = written.notes, written.tags
+    if requested.notes != earlier.notes:
+        notes = requested.notes
+    if requested.tags != earlier.tags:
+        tags = requested.tags
+    labels = RunNotes.of_keys(notes, tags)
+    if labels != written:
+        write_notes(folder.path, labels)
+
+
 def open_recorder(
     job: Job, folder: RunWriter, source: RolloutSource, first_version: int
 ) -> Recorder:
@@ -324,6 +344,7 @@ def open_recorder(
             resumed_at=first_version if job.resumed else None,
             note=job.console.note,
             warn=job.console.warning,
+            labels=RunNotes.of_keys(config.notes, config.tags),
         )
     for sink in sinks:
         job.stack.callback(sink.close)

@@ -18,6 +18,7 @@ from shoal.files import explain_write_errors
 from shoal.records import ShoalError
 from shoal.report.sinks import Rows
 from shoal.runs.lines import json_ready, scalars, write_atomically
+from shoal.runs.notes import NO_NOTES, RunNotes
 from shoal.text import first_line
 
 MOST_METRICS = 1000
@@ -28,6 +29,7 @@ MOST_PARAMS = 100
 
 LONGEST_NAME = 250
 LONGEST_PARAM = 6000
+LONGEST_TAG = 8000
 
 LAST_STEP = "shoal.last_step"
 """The run's tag with the last step that MLflow has; it is sent after the metrics of that step."""
@@ -42,11 +44,17 @@ class MlflowSink:
     because MLflow does not let parameters change."""
 
     def __init__(
-        self, folder: Path, section: MlflowSection, config: Mapping[str, Any], run_name: str
+        self,
+        folder: Path,
+        section: MlflowSection,
+        config: Mapping[str, Any],
+        run_name: str,
+        labels: RunNotes = NO_NOTES,
     ) -> None:
         """Begins the run, or continues that of this folder; `close` ends it. `config`: the
-        settings; `run_name`: the run's name in MLflow, "" for the folder's. `place` says where the
-        run is. ShoalError if the package or an address is missing, or the server refuses."""
+        settings; `run_name`: the run's name in MLflow, "" for the folder's; `labels`: the note and
+        the tags that a new run begins with. `place` says where the run is. ShoalError if the
+        package or an address is missing, or the server refuses."""
         self._mlflow, uri = load(section)
         id_path = folder / "mlflow" / "run_id"
         artifacts = None  # the server decides
@@ -62,7 +70,9 @@ class MlflowSink:
             with _quick_and_quiet():
                 self._client = self._mlflow.MlflowClient(tracking_uri=uri)
                 if not id_path.is_file():
-                    run_id = self._create_run(section.experiment, artifacts, run_name, folder)
+                    run_id = self._create_run(
+                        section.experiment, artifacts, run_name or folder.name, tags_of(labels)
+                    )
                     write_atomically(id_path, [run_id])
                 self._id = id_path.read_text(encoding="utf-8").strip()
                 run = self._client.get_run(self._id)
@@ -101,17 +111,17 @@ class MlflowSink:
         self._client.set_terminated(self._id, status="FINISHED")
 
     def _create_run(
-        self, experiment: str, artifacts: str | None, run_name: str, folder: Path
+        self, experiment: str, artifacts: str | None, run_name: str, tags: Mapping[str, str]
     ) -> str:
         """Creates a run in the experiment of this name, which is created if there is none, and
         returns its id. `artifacts`: address of the artifacts of a new experiment; None: MLflow's
-        default."""
+        default. `tags`: MLflow's, names with values."""
         found = self._client.get_experiment_by_name(experiment)
         if found is None:
             number = self._client.create_experiment(experiment, artifact_location=artifacts)
         else:
             number = found.experiment_id
-        return self._client.create_run(number, run_name=run_name or folder.name).info.run_id
+        return self._client.create_run(number, run_name=run_name, tags=dict(tags)).info.run_id
 
     def _send_params(self, config: Mapping[str, Any], sent: Mapping[str, str]) -> None:
         """Sends the settings as parameters `section.key`, without those in `sent`, which the run
@@ -134,6 +144,15 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = json_ready(value)
     return flat
+
+
+def tags_of(labels: RunNotes) -> dict[str, str]:
+    """Returns a run's note and tags as tags of MLflow, which have a name and a value: each tag is
+    `true`, and the note has the name under which MLflow shows a run's description."""
+    tags = {permitted_name(tag): "true" for tag in labels.tags}
+    if labels.notes:
+        tags["mlflow.note.content"] = labels.notes[:LONGEST_TAG]
+    return tags
 
 
 def permitted_name(name: str) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 from shoal.config.sections.train import ReportSection
 from shoal.records import Group, ShoalError
 from shoal.report.console import completion_text, prompt_text
+from shoal.runs.notes import NO_NOTES, RunNotes
 
 GROUPS_SHOWN = 4
 """Number of groups of a step in a table of completions; each is shown with its completions of least
@@ -173,6 +174,7 @@ def make_sinks(
     resumed_at: int | None,
     note: Callable[[str], None],
     warn: Callable[[str], None],
+    labels: RunNotes = NO_NOTES,
 ) -> list[Background]:
     """Returns the sinks that `report` (`section`) configures, each with its thread running. [] if
     it configures none. The caller closes them. ShoalError if a package or a login is missing, a
@@ -181,7 +183,8 @@ def make_sinks(
     `folder`: the run's, in which the sinks write their files. `run_name`: the run's name at a
     service; "": that of the folder. `config`: the resolved configuration, which is sent along.
     `resumed_at`: the version that a resumed run continues from, None for a new run. `note` prints a
-    line, `warn` a warning."""
+    line, `warn` a warning. `labels`: note and tags, with which Weights & Biases and MLflow begin a
+    run; Trackio has none, and shows them among the settings."""
     sinks: list[Background] = []
     if section.tensorboard:
         from shoal.report.tensorboard import TensorboardSink
@@ -192,7 +195,7 @@ def make_sinks(
     if section.wandb.mode != "off":
         from shoal.report.wandb import WandbSink
 
-        wandb = WandbSink(folder, section.wandb, config, run_name)
+        wandb = WandbSink(folder, section.wandb, config, run_name, labels)
         note(
             "Weights & Biases: "
             f"{wandb.url or f'offline; `wandb sync {folder}/wandb/offline-*` sends it'}"
@@ -201,7 +204,7 @@ def make_sinks(
     if section.mlflow.mode != "off":
         from shoal.report.mlflow import MlflowSink
 
-        mlflow = MlflowSink(folder, section.mlflow, config, run_name)
+        mlflow = MlflowSink(folder, section.mlflow, config, run_name, labels)
         note(f"MLflow: {mlflow.place}")
         sinks.append(Background(mlflow, "MLflow", warn))
     if section.trackio.mode != "off":

@@ -14,6 +14,7 @@ from shoal.config.sections.train import WandbSection
 from shoal.records import ShoalError
 from shoal.report.sinks import Rows
 from shoal.runs.lines import json_ready, scalars, write_atomically
+from shoal.runs.notes import NO_NOTES, RunNotes
 from shoal.text import first_line
 
 SECONDS_TO_START = 60.0
@@ -31,15 +32,22 @@ class WandbSink:
     process was killed are not sent again."""
 
     def __init__(
-        self, folder: Path, section: WandbSection, config: Mapping[str, Any], run_name: str
+        self,
+        folder: Path,
+        section: WandbSection,
+        config: Mapping[str, Any],
+        run_name: str,
+        labels: RunNotes = NO_NOTES,
     ) -> None:
         """Begins the service's run, or continues that of this folder; `close` ends it. `config`:
-        the settings, which are sent along; `run_name`: the run's name there, "" for the folder's.
+        the settings, which are sent along; `run_name`: the run's name there, "" for the folder's;
+        `labels`: its note and tags, which are sent when it begins, as people may change them there.
         Files of the service are written to `folder`/wandb. `url` is the run's address, None if it
         is offline. ShoalError if the package or a login is missing, or if the service refuses."""
         wandb, mode = load(section)
         id_path = folder / "wandb" / "run_id"
-        if not id_path.is_file():
+        is_new = not id_path.is_file()
+        if is_new:
             write_atomically(id_path, [uuid.uuid4().hex[:12]])
         # no output on the terminal, and nothing about the terminal, git or the code is sent
         settings = wandb.Settings(
@@ -62,6 +70,9 @@ class WandbSink:
                     name=run_name or folder.name,
                     id=id_path.read_text(encoding="utf-8").strip(),
                     config=json_ready(config),
+                    # None leaves those of a run that is there.
+                    tags=(labels.tags or None) if is_new else None,
+                    notes=(labels.notes or None) if is_new else None,
                     resume="allow",
                     reinit="create_new",
                     settings=settings,

@@ -13,14 +13,14 @@ import yaml
 from shoal.config.key import shown
 from shoal.config.keywords import FROM_PYTHON, ROWS, came_from_python, names_object
 from shoal.config.stored import difference_from_defaults
-from shoal.config.train import Config
+from shoal.config.train import FOLDER_KEYS, LABEL_KEYS, Config
 from shoal.files import HUB_ID
 from shoal.runs.reader import StoredRun, read_requested
 from shoal.text import count, figure_text
 
 _MOST_POINTS = 10
 """Steps of the reward's curve that the card has."""
-_NOT_OF_THE_RECIPE = ("run_name", "base_output_directory", "resume")
+_NOT_OF_THE_RECIPE = (*FOLDER_KEYS, *LABEL_KEYS)
 """Keys that say where a run is, which are left out of its command."""
 _KEYWORDS = {
     "reward.functions": "reward",

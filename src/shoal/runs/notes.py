@@ -2,17 +2,20 @@
 
     {"notes": "warm-up of 1 step, like the paper", "tags": ["baseline", "warm-up"]}
 
-The fields are those of Weights & Biases. A run itself neither reads nor writes the file."""
+The fields are those of Weights & Biases. A run writes its keys `notes` and `tags` there when it
+starts, or is resumed with others. The page of `shoal view` changes the file at any time, and people
+may do so in an editor."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.files import explain_write_errors
+from shoal.records import ShoalError
 from shoal.runs.lines import write_atomically
 from shoal.text import one_line, shorten
 
@@ -61,6 +64,24 @@ class RunNotes:
             raise ValueError(f"there are more than {MAX_TAGS} tags")
         return cls(notes.strip(), unique_tags)
 
+    @classmethod
+    def of_keys(cls, notes: str, tags: Sequence[str]) -> RunNotes:
+        """Makes the notes from the keys `notes` and `tags`. ShoalError, which names the key, for
+        what `parse` does not allow."""
+        try:
+            of_note = cls.parse({"notes": notes})
+        except ValueError as error:
+            raise ShoalError(f"notes: {error}", "notes") from error
+        try:
+            of_tags = cls.parse({"tags": list(tags)})
+        except ValueError as error:
+            raise ShoalError(
+                f"tags={list(tags)}: {error}; separate several tags with commas, "
+                "tags=baseline,warm-up",
+                "tags",
+            ) from error
+        return cls(of_note.notes, of_tags.tags)
+
     @property
     def text(self) -> str:
         """Returns tags and note in one line for the terminal: "[baseline] as in the paper"."""
@@ -74,11 +95,15 @@ class RunNotes:
         return {"notes": self.notes, "tags": list(self.tags)}
 
 
+NO_NOTES = RunNotes()
+"""The notes of a run about which nobody has written."""
+
+
 def write_notes(folder: Path, notes: RunNotes) -> None:
     """Writes `notes.json` to a run's folder atomically, also while the run trains: no lock is
     taken. Empty notes remove the file. ShoalError if the folder cannot be written."""
     path = folder / NOTES
-    if notes == RunNotes():
+    if notes == NO_NOTES:
         with explain_write_errors(path):
             path.unlink(missing_ok=True)
         return

@@ -158,8 +158,8 @@ class Result(Mapping[str, Any]):
 
     @property
     def notes(self) -> str:
-        """The note that people wrote about the run on the page of `shoal view`, or "". Read at each
-        call, like `tags`; ShoalError if the file is damaged."""
+        """The note on the run, from the key `notes` or the page of `shoal view`; "" if there is
+        none. Read at each call, like `tags`; ShoalError if the file is damaged."""
         return self._run.notes().notes
 
     @property
@@ -175,7 +175,7 @@ class Result(Mapping[str, Any]):
     @property
     def after(self) -> dict[str, Mapping[str, Any]]:
         """Data set -> figures after the last step; for an unfinished run those of its newest
-        evaluation, {} if it has fewer than two."""
+        evaluation after a step, {} if it has none."""
         return dict(self._evaluations.before_after(self._summary)[1])
 
     # ---- the summary

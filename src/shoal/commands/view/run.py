@@ -14,7 +14,7 @@ from typing import Any
 from shoal.commands.view.curves import Curves, about, by_topic, spikes
 from shoal.commands.view.verdict import accuracy_change, drivers, verdict
 from shoal.config.key import keys_of
-from shoal.config.train import FOLDER_KEYS, Config
+from shoal.config.train import FOLDER_KEYS, LABEL_KEYS, Config
 from shoal.runs.compare import (
     SettingDifference,
     automatic_keys,
@@ -371,13 +371,14 @@ def settings_rows(
 def shown_differences(
     settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
 ) -> list[SettingDifference]:
-    """Returns the settings in which runs differ, except their folders and what no run chose.
+    """Returns the settings in which runs differ, except their folders, their tags and notes, and
+    what no run chose.
 
     `settings`: for each run dotted key -> value. `decided`: for each run the keys whose values it
     decided itself; none if it is left out."""
     differing = []
     for difference in chosen_differences(settings, decided):
-        if difference.key not in FOLDER_KEYS:
+        if difference.key not in (*FOLDER_KEYS, *LABEL_KEYS):
             differing.append(difference)
     return differing
 

@@ -89,6 +89,10 @@ def test_a_gain_is_dated_by_the_evaluation_that_shows_it():
     assert said(RISES, (0, 0.374, 500), (60, 0.672, 500))[1].startswith(
         "learns: accuracy 37.4% → 67.2% in 60 steps"
     )
+    # Without an evaluation before the first step the gain is that of the steps between.
+    assert said(RISES, (20, 0.374, 500), (60, 0.672, 500))[1].startswith(
+        "learns: accuracy 37.4% → 67.2% in 40 steps"
+    )
 
 
 def test_rewards_alone_are_too_early_while_the_next_evaluation_is_awaited():

@@ -87,6 +87,27 @@ def test_an_unknown_estimator_is_answered_with_all_that_work():
 
 
 @pytest.mark.parametrize(
+    ("words", "is_first"),
+    [
+        (["recipe=verl"], True),
+        (["recipe=verl", "trainer.val_before_train=False"], False),
+        (["trainer.val_before_train=True"], True),
+        (["--eval_on_start", "False"], False),
+        (["--eval_on_start"], True),
+    ],
+)
+def test_the_evaluation_before_the_first_step_can_be_left_out(words, is_first):
+    assert compose("train", words)[0].train.evaluate_first == is_first
+
+
+def test_an_evaluation_alone_is_another_command():
+    with pytest.raises(
+        ShoalError, match=r"trainer.val_only=True .* to evaluate only, use `shoal eval`"
+    ):
+        compose("train", ["trainer.val_only=True"])
+
+
+@pytest.mark.parametrize(
     ("words", "kept"),
     [
         (["recipe=verl"], 0),

@@ -421,6 +421,10 @@ def test_evaluations_stand_in_for_those_that_a_summary_lacks():
     assert evaluations.before_after(Summary(steps=3)) == of_lines
     before = {"held_out": {"accuracy": 0.1}}
     assert evaluations.before_after(Summary(steps=3, before=before)) == (before, {})
+    # Without version 0 (train.evaluate_first=false) nothing is known from before training.
+    del lines[0]
+    assert Evaluations(lines).before_after(None) == ({}, of_lines[1])
+    assert Evaluations([]).before_after(None) == ({}, {})
 
 
 def make_completion(

@@ -203,13 +203,17 @@ class Diary:
 
 
 def play(
-    schedule: Schedule, steps: int, evaluate_every: int = 0, period: int = 0
+    schedule: Schedule,
+    steps: int,
+    evaluate_every: int = 0,
+    period: int = 0,
+    evaluate_first: bool = True,
 ) -> tuple[Diary, dict]:
     diary = Diary()
     config = Config(
         steps=steps,
         batch=BatchSection(prompts_per_step=2, group_size=3),
-        train=TrainSection(evaluate_every),
+        train=TrainSection(evaluate_every, evaluate_first),
         checkpoint=CheckpointSection(period),
     )
     prompts = PromptStream(
@@ -251,6 +255,14 @@ def test_one_step_after_the_other():
         ("evaluate", 2, True),
     ]
     assert summary["evaluated"] == {0: 0, 2: 0.2}
+
+
+def test_the_first_evaluation_can_be_left_out():
+    diary, summary = play(Schedule(), 2, evaluate_every=1, evaluate_first=False)
+    assert diary.events[:2] == [("publish", 0), ("ask", 0, 0)]
+    evaluated = [event for event in diary.events if event[0] == "evaluate"]
+    assert evaluated == [("evaluate", 1, False), ("evaluate", 2, True)]
+    assert summary["evaluated"] == {1: 0.1, 2: 0.2}
 
 
 def test_a_lag_asks_ahead():

@@ -299,7 +299,7 @@ FLAGS: list[Flag] = [
     *derived(
         rules.epochs,
         "steps",
-        "passes over the training rows of local files; for other data set steps",
+        "passes over the training rows of local files or from Python; for other data set steps",
         _T + "total_epochs",
         low_priority=True,
     ),
@@ -468,6 +468,7 @@ FLAGS: list[Flag] = [
         _T + "test_freq",
         "rollout.test_freq",
     ),
+    Flag(_T + "val_before_train", ("train.evaluate_first",), is_switch=True),
     reads(
         _T + "logger",
         "report.wandb.mode report.tensorboard report.mlflow.mode report.trackio.mode",
@@ -586,12 +587,6 @@ FLAGS: list[Flag] = [
     ),
     *refused("a run's length is in steps; to evaluate only, use `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
-    *idle(
-        "the first weights are evaluated, which changes nothing else; train.evaluate_every=-1 "
-        "turns all off",
-        _T + "val_before_train",
-        is_quiet=False,
-    ),
     *refused("give resume=FOLDER", _T + "resume_from_path"),
     *only(
         "the same run_name or resume=FOLDER resumes a run; a new one needs another run_name",

@@ -346,9 +346,9 @@ class StoredRun:
         self, evaluations: Evaluations, summary: Summary | None
     ) -> list[tuple[str, str, str, str]]:
         """Returns the rows (figure, before training, after it, change) of the table that a run
-        prints at its end. Without a summary, the rows compare the first evaluation so far with the
-        newest. If a resume changed the reward before the newest evaluation, a mean reward has no
-        change, "". [] if there is no evaluation."""
+        prints at its end. Without a summary, the rows compare the evaluation before the first step
+        with the newest. If a resume changed the reward before the newest evaluation, a mean reward
+        has no change, "". [] if there is no evaluation."""
         since = self.reward_since
         newest = max((line.step for line in evaluations.lines), default=0)
         before, after = evaluations.before_after(summary)
@@ -469,19 +469,16 @@ class Evaluations:
     ) -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, Mapping[str, Any]]]:
         """Returns (before, after), each as data set -> figures: before the first step and after the
         last, from the summary. Without a summary, or if it has neither, they are the evaluations of
-        the lowest and of the highest version so far: {} if there is none yet, and `after` is {} if
-        there is only one."""
+        version 0 ({} if it has none) and of the highest version so far ({} if there is no later
+        one)."""
         if summary is not None and (summary.before or summary.after):
             return summary.before, summary.after
         by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
         for (step, name), figures in self.by_version().items():
             by_step.setdefault(step, {})[name] = figures
-        if not by_step:
-            return {}, {}
-        first = by_step[min(by_step)]
-        if len(by_step) == 1:
-            return first, {}
-        return first, by_step[max(by_step)]
+        newest = max(by_step, default=0)
+        after = by_step[newest] if newest > 0 else {}
+        return by_step.get(0, {}), after
 
     def curves(self) -> dict[str, dict[str, list[Any]]]:
         """Returns evaluate/<set>/<figure> -> curve: a dictionary of lists with the versions `x`,

@@ -250,7 +250,7 @@ def _sentence(
     driven = f", driven by {name}" if name else ""
     rise = f"reward {reward.after - reward.before:+.2f}" if reward else ""
     if accuracy and accuracy.sign > 0:
-        measured = count(curve["x"][-1], "step")
+        measured = _measured_over(curve)
         # Position of the evaluation whose interval has the highest lower end.
         best = max(range(len(curve["x"])), key=lambda position: curve["low"][position] or 0)
         # An earlier evaluation was better than the newest beyond the noise of both.
@@ -265,7 +265,7 @@ def _sentence(
             points = f"{100 * (accuracy.after - accuracy.before):+.1f} points"
             by_driver = f" by {name}" if name else ""
             return "bad", f"{rise}, accuracy {points}: looks hacked{by_driver}"
-        measured = count(curve["x"][-1], "step")
+        measured = _measured_over(curve)
         return "bad", f"gets worse: accuracy {accuracy.shares} in {measured}"
     evaluated = _evaluated_reward(figure, curve)
     if reward and reward.sign > 0:
@@ -287,7 +287,7 @@ def _sentence(
                 f"{evaluated.numbers}"
             )
         if evaluated:
-            measured = count(curve["x"][-1], "step")
+            measured = _measured_over(curve)
             text = f"mean reward {evaluated.numbers} in {measured}"
         else:
             text = f"{reward.numbers} in {made} of training"
@@ -299,6 +299,12 @@ def _sentence(
             return "bad", f"gets worse: {rise} in {made}; mean reward {evaluated.numbers}"
         return "bad", f"gets worse: reward {reward.numbers} in {made} of training"
     return _without_a_change(accuracy, evaluated, reward, made, is_early)
+
+
+def _measured_over(curve: Mapping[str, Sequence[Any]]) -> str:
+    """Returns how many steps are between the first and the newest evaluation, like `40 steps`. The
+    first may be of a later version than 0 (train.evaluate_first)."""
+    return count(curve["x"][-1] - curve["x"][0], "step")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ class TrainSection:
     )
     """Steps between evaluations; 0 for two, before the first and after the last step; -1 for none
     at all; -2 for 10 with task=words and 0 otherwise."""
+    evaluate_first: bool = key(True, stages=("evaluation",), on_resume="free")
+    """Evaluate before the first step (verl's val_before_train, TRL's eval_on_start); false saves
+    its time, and the run then has no figures from before training."""
     quick_questions: int = key(
         -1,
         stages=("evaluation",),

@@ -114,11 +114,15 @@ def train(
     from shoal.job.process import open_console
     from shoal.job.resume import from_overrides_on_run
     from shoal.runs.result import Result
+    from shoal.tasks.custom import given_data, listed
 
     overrides = without_objects(overrides)
     task = _by_either_name("task", task, "train_dataset", train_dataset)
     held_out = _by_either_name("held_out", held_out, "eval_dataset", eval_dataset)
-    config, resolved, functions = from_overrides_on_run(_named(task, held_out, correct, overrides))
+    named = _named(task, held_out, correct, overrides)
+    task, held_out = listed(task, held_out)
+    with given_data(task, held_out):  # num_train_epochs counts its rows
+        config, resolved, functions = from_overrides_on_run(named)
     config = _with_functions_named(config, functions)
     with _in_their_names(resolved):
         data = _task_of_data(task, held_out, correct, config, functions)
@@ -135,6 +139,8 @@ def evaluate(
     task: Any = None,
     held_out: Any = None,
     correct: Callable[[str, Example], bool] | None = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Evaluates one model and returns its figures for each set of questions, with how they were
@@ -143,19 +149,25 @@ def evaluate(
     it scores answers made elsewhere, also for your own rows.
 
     If `task` is your own rows, `held_out` is evaluated; without it all rows of `task`, up to
-    `task.num_eval_questions`."""
+    `task.num_eval_questions`. `held_out` alone will do, too. `train_dataset` and `eval_dataset`,
+    TRL's names, mean the same."""
     from shoal.compat.trl_objects import without_objects
     from shoal.config.commands import EvalConfig
     from shoal.config.merge import from_overrides
     from shoal.job.cache import cache_by_configuration
     from shoal.job.own_task import config_for_eval_of_run
+    from shoal.tasks.custom import is_data
     from shoal.tasks.splits import evaluating
 
-    overrides = without_objects(overrides)
+    overrides = without_objects(overrides, EvalConfig)
+    task = _by_either_name("task", task, "train_dataset", train_dataset)
+    held_out = _by_either_name("held_out", held_out, "eval_dataset", eval_dataset)
+    if task is None and is_data(held_out):
+        task, held_out = held_out, None
     config, resolved, functions = from_overrides(
         EvalConfig, **_named(task, held_out, correct, overrides)
     )
-    config, resolved = config_for_eval_of_run(config, resolved, bool(functions))
+    config, resolved = config_for_eval_of_run(config, resolved, bool(functions), is_data(task))
     if config.responses:
         from shoal.commands.responses import score_responses
 

@@ -198,6 +198,94 @@ def test_trls_recipe_has_its_epochs_and_no_evaluation(tmp_path):
     assert compose("train", [*words, "max_steps=7", "eval_steps=2"])[0].steps == 7
 
 
+@dataclass
+class EpochsConfig(GRPOConfig):
+    """GRPOConfig with TRL's epochs."""
+
+    num_train_epochs: float = 3.0
+
+
+PROMPTS = [{"prompt": str(number)} for number in range(50)]
+
+
+def numbers(count):
+    for number in range(count):
+        yield {"prompt": str(number)}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "steps"),
+    [
+        # A tenth of the rows is held out; the recipe has one prompt a step.
+        ({"recipe": "trl", "train_dataset": PROMPTS}, 3 * 45),
+        ({"recipe": "trl", "train_dataset": numbers(50), "num_train_epochs": 2}, 2 * 45),
+        ({"recipe": "trl", "train_dataset": PROMPTS, "eval_dataset": PROMPTS[:10]}, 3 * 40),
+        ({"recipe": "trl", "train_dataset": PROMPTS, "max_steps": 7}, 7),
+        ({"recipe": "trl", "task": "words"}, 40),
+        ({"args": EpochsConfig(), "train_dataset": PROMPTS, "batch__prompts_per_step": 5}, 3 * 9),
+        ({"args": EpochsConfig(max_steps=7), "train_dataset": PROMPTS}, 7),
+        ({"args": EpochsConfig(), "train_dataset": PROMPTS, "steps": 8}, 8),
+        ({"args": GRPOConfig(), "train_dataset": PROMPTS}, None),
+    ],
+)
+def test_a_run_on_rows_from_python_has_trls_epochs(monkeypatch, tmp_path, keywords, steps):
+    made = []
+
+    def train(config, functions, console, task, recipe):
+        made.append((config, task))
+        raise shoal.ShoalError("enough")
+
+    monkeypatch.setattr("shoal.commands.train.train", train)
+    with pytest.raises(shoal.ShoalError, match="enough"):
+        shoal.train(**keywords, reward_funcs=[ones], output_dir=str(tmp_path))
+    [(config, task)] = made
+    if steps is None:
+        steps = compose("train", ["task=custom"])[0].steps
+    assert config.steps == steps
+    if task is not None:
+        assert len(task.train) == (40 if "eval_dataset" in keywords else 45)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "kept"),
+    [
+        ({"save_total_limit": None}, 0),
+        ({"recipe": "trl"}, 0),
+        ({"recipe": "trl", "save_total_limit": 3}, 3),
+        ({"max_steps": 3}, 2),
+    ],
+)
+def test_trl_keeps_all_checkpoints_unless_it_is_told(keywords, kept):
+    assert resolved_of(**keywords)[0].checkpoint.keep_last == kept
+
+
+@pytest.mark.parametrize(
+    ("keywords", "task", "held_out"),
+    [
+        ({"train_dataset": PROMPTS}, PROMPTS, None),
+        ({"eval_dataset": PROMPTS}, PROMPTS, None),
+        ({"held_out": PROMPTS}, PROMPTS, None),
+        ({"train_dataset": PROMPTS, "eval_dataset": PROMPTS[:3]}, PROMPTS, PROMPTS[:3]),
+    ],
+)
+def test_an_evaluation_has_trls_names(monkeypatch, keywords, task, held_out):
+    made = []
+
+    def evaluate(config, functions, console, task):
+        made.append((config, functions, task))
+        return {}
+
+    monkeypatch.setattr("shoal.commands.evaluate.evaluate", evaluate)
+    arguments = EpochsConfig(learning_rate=3e-6, num_generations=4)
+    shoal.evaluate(**keywords, reward_funcs=[ones], args=arguments, max_completion_length=7)
+    [(config, functions, made_task)] = made
+    asked = made_task.evaluations["held_out"]
+    assert [example.prompt for example in asked] == [row["prompt"] for row in held_out or task]
+    assert functions == (ones,) and config.sampling.max_completion_tokens == 7
+    with pytest.raises(shoal.ShoalError, match="two names of one thing"):
+        shoal.evaluate(task=PROMPTS, train_dataset=PROMPTS, reward=ones)
+
+
 def test_an_error_has_the_arguments_name_and_two_frames():
     code = "import shoal\nshoal.train(num_generations=1)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

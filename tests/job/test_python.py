@@ -67,7 +67,8 @@ def test_rows_become_a_task():
     assert task.train[3].columns == {"answer": 30}
     assert [example.row for example in task.evaluations["held_out"]] == [27, 28, 29]
     assert task.notes == (
-        "rows: task has no other split to evaluate on; its last 3 of 30 rows are held out",
+        "rows: task has no other split to evaluate on; its last 3 of 30 rows are held out; if the "
+        "rows are sorted, shuffle them first",
     )
 
 
@@ -404,6 +405,8 @@ def result(workshop: Workshop) -> Result:
         train_dataset=rows(40),  # TRL's names of task and reward
         reward_funcs=[closure(0.5)],
         run_name="own",
+        tags=["baseline"],
+        notes="a closure",
         task__num_eval_questions=3,
         **settings(workshop),
         correct=correct,
@@ -433,7 +436,7 @@ def test_a_run_on_rows_with_a_closure(result, workshop):
         result.checkpoints_path,
     ):
         assert path.exists()
-    assert result.steps == [1, 2]
+    assert result.steps == [1, 2] and (result.tags, result.notes) == (("baseline",), "a closure")
     first = result.groups(1)[0]
     assert first.group.example.columns["answer"] == rows(40)[first.group.example.row]["answer"]
     assert first.advantages is not None and first.advantages.shape == (4,)
@@ -509,6 +512,14 @@ def test_rows_are_evaluated_as_the_run_evaluates_them(result, workshop):
     figures = shoal.evaluate(task=rows(40)[-3:], reward=closure(0.5), **chosen, batch=3, pass_k=0)
     assert figures["held_out"]["mean_reward"] == result.before["held_out"]["mean_reward"]
     assert figures["held_out"]["num_questions"] == 3 and "accuracy" not in figures["held_out"]
+    # The run's own folder as the model, with the rows given again, by TRL's names.
+    run = str(result.folder)
+    figures = shoal.evaluate(model=run, eval_dataset=rows(40)[-3:], reward=closure(0.5), pass_k=0)
+    assert figures["held_out"]["mean_reward"] == result.after["held_out"]["mean_reward"]
+    with pytest.raises(shoal.ShoalError, match="the task of this run came from Python"):
+        shoal.evaluate(model=run, reward=closure(0.5))
+    with pytest.raises(shoal.ShoalError, match="the reward of this run came from Python"):
+        shoal.evaluate(model=run, task=rows(40))
 
 
 def reproducible(run: Path) -> tuple[Any, ...]:

@@ -81,7 +81,8 @@ def test_a_file_of_any_kind(tmp_path: Path, name: str) -> None:
         range(18)
     )
     assert task.notes == (
-        f"custom: {name} has no other split to evaluate on; its last 2 of 20 rows are held out",
+        f"custom: {name} has no other split to evaluate on; its last 2 of 20 rows are held out; "
+        "if the rows are sorted, shuffle them first",
     )
     assert (task.correct, task.rewards) == (None, ())
 

@@ -111,7 +111,7 @@ def test_a_file_alone_holds_out_its_last_rows(
     assert questions(task.evaluations["held_out"]) == names("q", range(num_rows - held, num_rows))
     assert task.notes == (
         f"gsm8k: data.jsonl has no other split to evaluate on; its last {held} of {num_rows} rows "
-        "are held out",
+        "are held out; if the rows are sorted, shuffle them first",
     )
 
 
@@ -119,7 +119,7 @@ def test_a_folder_without_the_split_to_evaluate_on_holds_out_rows_too(tmp_path: 
     write(tmp_path / "train.jsonl", [row(i) for i in range(20)])
     task = load(tmp_path)
     assert (len(task.train), questions(task.evaluations["held_out"])) == (18, ["q18?", "q19?"])
-    assert "its last 2 of 20 rows are held out" in task.notes[0]
+    assert "its last 2 of 20 rows are held out; if" in task.notes[0]
     # an experiment on purpose: can it learn these rows at all?
     task = load(tmp_path, eval_split="train")
     assert questions(task.train) == questions(task.evaluations["held_out"]) == names("q", range(20))

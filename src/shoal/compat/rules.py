@@ -26,10 +26,12 @@ from shoal.compat.flags import (
     value_of_option,
 )
 from shoal.config.foreign import NOTHING, FlagTexts, GetValue, KeyValues, Rule, Sentence
+from shoal.config.keywords import ROWS
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.config.train import samples_for_pass_k
 from shoal.records import ShoalError
+from shoal.tasks.custom import num_given_rows
 from shoal.tasks.task import load_by_name
 from shoal.text import count, exact
 
@@ -586,28 +588,34 @@ def trl_staleness(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]
     return values, "; ".join(reasons)
 
 
-def _training_rows(get: GetValue) -> int:
-    """Reads the data of the task that the keys name, and returns the number of its training rows.
-    Raises ShoalError if the data cannot be used."""
+def _training_rows(get: GetValue) -> tuple[int | None, str]:
+    """Returns the number of training rows and where they are, for a sentence: reads the files that
+    task.path names, or counts the rows that were given from Python. None if the data is not here.
+    ShoalError if it cannot be used."""
     settings = {field.name: get(f"task.{field.name}") for field in fields(TaskSection)}
     task = TaskSection(**settings)
+    if task.name == ROWS:
+        return num_given_rows(task.num_eval_questions), "from Python"
+    path = Path(task.path).expanduser()
+    if not (task.path and path.exists()):
+        return None, ""
     # The rewards do not change the rows, so those of the run are not needed.
-    return len(load_by_name(task, RewardSection()).train)
+    return len(load_by_name(task, RewardSection()).train), f"in {path.name}"
 
 
 def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the length of a run in verl and TRL, a number of passes over the training rows
     (without those held out), to steps, at least 1. As there, the steps of an epoch are rounded up
     in supervised fine-tuning, and down in reinforcement learning. Reads the data to count its rows;
-    if its files are not here, sets nothing and says how to compute the steps. ShoalError if
+    if they are not here, sets nothing and says how to compute the steps. ShoalError if
     batch.prompts_per_device needs a number of devices that the keys leave open."""
     name, text = last_of(given)
     epochs = to_float(name, text)
-    path = Path(get("task.path")).expanduser()
     each = get("batch.prompts_per_device")  # 0: not set
     prompts = _prompts_of_step(get)  # None: open
     rounds_up = get("algorithm.name") == "sft"
-    if not (get("task.path") and path.exists()):
+    rows, place = _training_rows(get)
+    if rows is None:
         a_step = "prompts of a step" if each else str(prompts)
         steps_of_epoch = f"(rows / {a_step}, rounded up)" if rounds_up else f"rows // {a_step}"
         sentence = (
@@ -615,7 +623,6 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
             f"read; set steps to {exact(epochs)} x {steps_of_epoch}"
         )
         return {}, sentence
-    rows = _training_rows(get)
 
     def steps_of(prompts: int) -> int:
         """Returns the number of steps in the run if a step has this many prompts."""
@@ -624,7 +631,7 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         return max(1, int(rows // prompts * epochs))  # an epoch has whole steps
 
     noun = "epoch" if epochs == 1 else "epochs"
-    sentence = f"{exact(epochs)} {noun} of {rows:,} training rows in {path.name}"
+    sentence = f"{exact(epochs)} {noun} of {rows:,} training rows {place}"
     if prompts is None:
         raise ShoalError(
             f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set "

@@ -444,13 +444,19 @@ FLAGS: list[Flag] = [
         adam_beta1="optimizer.beta1",
         adam_beta2="optimizer.beta2",
         adam_epsilon="optimizer.eps",
-        save_total_limit="checkpoint.keep_last",
         output_dir="base_output_directory",
         dataset_config="task.subset",
         dataset_train_split="task.split",
         dataset_test_split="task.eval_split",
         sapo_temperature_pos="algorithm.sapo_positive",
         sapo_temperature_neg="algorithm.sapo_negative",
+    ),
+    reads(
+        "save_total_limit",
+        "checkpoint.keep_last",
+        flags.optional("checkpoint.keep_last"),
+        "None, its default there: all",
+        keeps_nothing=True,
     ),
     reads(
         "max_length",
@@ -485,6 +491,7 @@ FLAGS: list[Flag] = [
         )
     ],
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
+    Flag("eval_on_start", ("train.evaluate_first",), is_switch=True),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
     *grouped(
         read_divergence,
@@ -577,7 +584,7 @@ FLAGS: list[Flag] = [
     *derived(
         rules.epochs,
         "steps",
-        "passes over the training rows of local files; for other data set steps",
+        "passes over the training rows of local files or from Python; for other data set steps",
         "num_train_epochs",
         low_priority=True,
     ),
@@ -862,8 +869,8 @@ FLAGS: list[Flag] = [
     *only("rows are taken in a random order", "random", names="train_sampling_strategy"),
     *refused("an evaluation is `shoal eval`", "do_predict"),
     *refused(
-        "in Python it is a GRPOConfig, of which the fields that differ from its defaults are read; "
-        "give its fields as flags",
+        "in Python it is a GRPOConfig, of which the epochs and the fields that differ from its "
+        "defaults are read; give its fields as flags",
         "args",
     ),
     *refused(
@@ -965,7 +972,6 @@ FLAGS: list[Flag] = [
         "do_train",
         "do_eval",
         "per_device_eval_batch_size",
-        "eval_on_start",
     ),
     *[
         reads(

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
+from shoal.compat.front import find_flag
+from shoal.config.names import names_of
+from shoal.config.train import Config
 from shoal.records import ShoalError
 from shoal.text import shorten
 
@@ -15,16 +18,22 @@ BY_CLASS = ("processing_class", "reward_processing_classes", "callbacks", "optim
 """Keywords whose objects Shoal does not use: what is said of them names the objects' classes."""
 
 
-def without_objects(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> dict[str, Any]:
     """Returns keyword arguments without the objects of TRL's trainers. `args`, a GRPOConfig, is
-    replaced by those of its fields that differ from its defaults; a keyword that is given by itself
-    wins over them. `peft_config` becomes a dict of such fields. An object that Shoal does not use
-    becomes the name of its class; it is left out if it is None. Raises ShoalError for an `args` or
-    `peft_config` whose fields cannot be read."""
+    replaced by its epochs and those of its fields that differ from its defaults; a keyword that is
+    given by itself wins over them. `peft_config` becomes a dict of such fields. An object that
+    Shoal does not use becomes the name of its class; it is left out if it is None. `config_type`:
+    the configuration of the command; for another than training, fields of `args` that training
+    alone has are left out. Raises ShoalError for an `args` or `peft_config` whose fields cannot be
+    read."""
     remaining = dict(keywords)
     arguments = remaining.pop("args", None)
     if arguments is not None:
-        remaining = {**_fields_of_arguments(arguments), **remaining}
+        fields = {}
+        for name, value in _fields_of_arguments(arguments).items():
+            if not _is_of_training_alone(name, value, config_type):
+                fields[name] = value
+        remaining = {**fields, **remaining}
     adapter = remaining.pop("peft_config", None)
     if adapter is not None:
         remaining["peft_config"] = _fields_of_adapter(adapter)
@@ -37,6 +46,13 @@ def without_objects(keywords: Mapping[str, Any]) -> dict[str, Any]:
         if classes:
             remaining[name] = classes
     return remaining
+
+
+def _is_of_training_alone(name: str, value: Any, config_type: type) -> bool:
+    """True if training has a use for this field, and the command of `config_type` has none."""
+    if name in names_of(config_type) or find_flag(config_type, name, value):
+        return False
+    return name in names_of(Config) or find_flag(Config, name, value) is not None
 
 
 def _class_name(item: Any) -> str:
@@ -53,6 +69,9 @@ def _fields_of_arguments(arguments: Any) -> dict[str, Any]:
     """Returns the fields of a GRPOConfig, or of another class of TRL's, that differ from its
     defaults; of a mapping all entries. ShoalError if it is neither a dataclass nor a mapping.
 
+    `num_train_epochs` is always among them: whoever gives no number of steps expects the epochs of
+    TRL. `max_steps`, or `steps` beside `args`, goes before it.
+
     The class itself sets some fields from others; those are left out, because Shoal's rules compute
     the same from the others: `generation_batch_size`, which TRL always sets beside
     `steps_per_generation`, that one if it equals `gradient_accumulation_steps`, as it does by
@@ -65,6 +84,9 @@ def _fields_of_arguments(arguments: Any) -> dict[str, Any]:
             "arguments, such as learning_rate=1e-6"
         )
     fields = dict(_changed_fields(arguments))
+    epochs = getattr(arguments, "num_train_epochs", None)
+    if epochs is not None:
+        fields["num_train_epochs"] = epochs
     batches = getattr(arguments, "steps_per_generation", None)
     if batches is not None:
         fields.pop("generation_batch_size", None)

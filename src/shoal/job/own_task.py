@@ -29,14 +29,14 @@ are about the model, which the user names, and about the devices of this machine
 
 
 def config_for_eval_of_run(
-    config: EvalConfig, resolved: Resolved, has_functions: bool = False
+    config: EvalConfig, resolved: Resolved, has_functions: bool = False, has_rows: bool = False
 ) -> tuple[EvalConfig, Resolved]:
     """Returns the configuration, and where its values come from, with the task, rewards,
     environment and lengths of the run in `model.path` as defaults: the user's own keys come before
     them. A note that says so becomes the first of the second's `notes`. Returns both unchanged if
     the model is no run, if another task is named, or if stored responses are scored.
-    `has_functions`: True if reward functions were passed from Python. ShoalError if the run used
-    Python objects that are not given again."""
+    `has_functions`, `has_rows`: True if reward functions, or rows, were passed from Python.
+    ShoalError if the run used Python objects that are not given again."""
     path = config.model.path
     if config.responses:
         return config, resolved
@@ -54,7 +54,7 @@ def config_for_eval_of_run(
     given_code = {keys[name].names_code for name in resolved.origins if name in keys}
     if has_functions:
         given_code.add("rewards")
-    _require_from_python(path, stored, "rewards" in given_code)
+    _require_from_python(path, stored, "rewards" in given_code, has_rows)
     settings = []
     has_environment = False
     for name, value in difference_from_defaults(stored).items():
@@ -85,6 +85,8 @@ def config_for_eval_of_run(
         data += f", {config.task.path}"
     parts = "reward, environment" if has_environment else "reward"
     line = f"{path}: evaluates its own task ({data}), {parts} and lengths; task=NAME for another"
+    if has_rows:
+        line = f"{path}: evaluates the rows that are given, with the lengths of the run"
     return config, replace(resolved, notes=(line, *resolved.notes))
 
 
@@ -124,11 +126,11 @@ def _run_at(path: str) -> Path | None:
     return checkpoint[0]
 
 
-def _require_from_python(path: str, stored: Config, has_rewards: bool) -> None:
-    """Raises ShoalError if the run's rows came from Python, or its rewards did and no others are
-    given. `stored`: the run's configuration; `has_rewards`: True if others are given; `path`: the
-    model's, for the error."""
-    if stored.task.name == ROWS:
+def _require_from_python(path: str, stored: Config, has_rewards: bool, has_rows: bool) -> None:
+    """Raises ShoalError if the run's rows or its rewards came from Python, and none are given.
+    `stored`: the run's configuration; `has_rewards`, `has_rows`: True if some are given; `path`:
+    the model's, for the error."""
+    if stored.task.name == ROWS and not has_rows:
         what, rows = "task", "task=rows, "
     elif not has_rewards and any(spec.startswith(FROM_PYTHON) for spec in stored.reward.functions):
         what, rows = "reward", ""

@@ -7,7 +7,9 @@ them from Python. `examples.py` makes an example of each row.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
@@ -127,6 +129,44 @@ def is_data(task: Any) -> bool:
         if not is_plain and name not in _LISTS:
             return True
     return False
+
+
+_GIVEN_DATA: ContextVar[tuple[Any, Any] | None] = ContextVar("given_data", default=None)
+
+
+@contextmanager
+def given_data(task: Any, held_out: Any) -> Iterator[None]:
+    """Context manager in which `num_given_rows` counts the training rows of `task`, if it is data
+    from Python."""
+    token = _GIVEN_DATA.set((task, held_out) if is_data(task) else None)
+    try:
+        yield
+    finally:
+        _GIVEN_DATA.reset(token)
+
+
+def num_given_rows(num_questions: int) -> int | None:
+    """Returns the number of training rows of the data of `given_data`, without those that are held
+    out, of which `num_questions` (0: no limit) is the most; None if no data were given. ShoalError
+    for rows that cannot be used."""
+    given = _GIVEN_DATA.get()
+    if given is None:
+        return None
+    data, held_out = given
+    if not isinstance(data, Task):
+        data = rows_task(data, held_out, num_questions=num_questions)
+    return len(data.train)
+
+
+def listed(task: Any, held_out: Any) -> tuple[Any, Any]:
+    """Returns `task` and `held_out` with rows from Python, also those of a table or an iterator, as
+    lists, which can be read more than once. A name, settings and a `Task` stay as they are.
+    ShoalError if there are no rows."""
+    if not is_data(task) or isinstance(task, Task):
+        return task, held_out
+    if held_out is not None and not isinstance(held_out, str):
+        held_out = _rows(held_out, "held_out")
+    return _rows(task, "task"), held_out
 
 
 def rows_task(

@@ -110,7 +110,10 @@ class Splits:
             if num_questions:
                 num_held = min(num_held, num_questions)
             held = range(total - num_held, total)
-            self.notes.append(f"{begin}its last {len(held)} of {total} rows are held out")
+            self.notes.append(
+                f"{begin}its last {len(held)} of {total} rows are held out; if the rows are "
+                "sorted, shuffle them first"
+            )
         self.train = []
         self.held_out = []
         for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""An agent that only knows an address: it asks, looks over what it got, and asks again until there
+"""An agent that knows only an address: it asks, checks what it got, and asks again until there
 is an answer.
 
 shoal train model=Qwen/Qwen2.5-1.5B-Instruct task=gsm8k agent='python agent.py'
@@ -14,7 +14,7 @@ ASK = "Solve this step by step. End with one line: #### and the answer as a numb
 
 
 def number(text: str) -> str:
-    """The number behind ####, without commas; empty where there is none."""
+    """The number after ####, without commas; empty if there is none."""
     match = re.search(r"####\s*(-?[\d,]*\d)", text)
     return match[1].replace(",", "") if match else ""
 

@@ -464,7 +464,8 @@ def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flag
     assert cli.main(["train", *flags]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(
-        "error: memory ran out (12.50GiB more were asked for); besides, a device holds KV caches"
+        "error: memory ran out (12.50GiB more were requested); in addition, a device holds KV "
+        "caches"
     )
     # A group, 256 + 8 x 256 tokens, is an update, and half of it is advised. Of the tiny model in
     # float32: its weights, a layer with its gradient; for each token the layers' inputs, three
@@ -489,7 +490,7 @@ def test_memory_that_ran_out_is_answered_with_the_plans_advice_in_the_users_flag
 def test_a_dry_run_says_what_an_adapter_trains_and_warns_of_a_high_rank(capsys, calls):
     assert cli.main(["train", "model.lora.rank=64", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "# LoRA of rank 64 trains 622,592 parameters beside 875,520 frozen ones" in out
+    assert "# LoRA of rank 64 trains 622,592 parameters; 875,520 are frozen" in out
     assert (
         "warning: configuration: model.lora.rank=64: in published runs of GRPO 73% accuracy fell "
         "to 9%" in out

@@ -711,8 +711,8 @@ def test_a_run_is_evaluated_with_its_own_tools(tmp_path, monkeypatch):
     given = f"model={stored_run(tmp_path / 'python', [*own, 'environment=python:House'])}"
     with pytest.raises(
         shoal.ShoalError,
-        match=r"environment.factory=python:House of this run came from Python: give "
-        r"it again there, shoal.evaluate\(model=RUN, environment=...\), or as",
+        match=r"environment.factory=python:House of this run came from Python: pass "
+        r"it again in Python, shoal.evaluate\(model=RUN, environment=...\), or as",
     ):
         cli._compose("eval", [given])
     assert cli._compose("eval", [given, "tools=t.py:look"])[0].environment.factory == ""

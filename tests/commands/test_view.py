@@ -1350,7 +1350,7 @@ def test_an_empty_folder_has_a_home_that_fills(tmp_path):
         viewer.start()
         assert viewer.answer("home", {})["rows"] == []
         assert (
-            "no folder in there is a run yet" in viewer.answer("runs", {})["notice"]
+            "none of its folders is a run yet" in viewer.answer("runs", {})["notice"]
             and viewer.has_home
         )
         write_run(tmp_path / "first", 1)
@@ -1362,7 +1362,7 @@ def test_an_empty_folder_has_a_home_that_fills(tmp_path):
     finally:
         viewer.close()
     (tmp_path / "none").mkdir()
-    with pytest.raises(ShoalError, match="no folder in there is a run, and a file needs one"):
+    with pytest.raises(ShoalError, match="none of these folders is a run, and a file needs one"):
         one_file.write_page(ViewConfig(runs=(str(tmp_path / "none"),)), tmp_path / "page.html")
 
 

@@ -477,7 +477,7 @@ def test_settings_that_not_all_runs_have_come_first(page, tmp_path):
 
 def test_curves_are_found_pinned_explained_and_drawn_by_time(page, address):
     page.goto(address + "#/run?run=first")
-    settle(page, "driven by correct; accuracy 50.0% → 100.0%, of too few questions to tell")
+    settle(page, "driven by correct; accuracy 50.0% → 100.0%, from too few questions to tell")
     # two questions say nothing of accuracy
     assert page.locator(".verdict.good, .verdict.bad").count() == 0
     large = page.locator(".charts.main .chart .name").all_inner_texts()

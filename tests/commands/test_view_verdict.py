@@ -182,7 +182,7 @@ def test_the_mean_reward_of_evaluations_is_the_one_pair_without_an_accuracy():
 def test_few_questions_do_not_show_that_a_reward_misleads():
     level, text = said(RISES, (0, 0.5, 2), (80, 1.0, 2))
     assert level == "note" and text.endswith(
-        "accuracy 50.0% → 100.0%, of too few questions to tell"
+        "accuracy 50.0% → 100.0%, from too few questions to tell"
     )
 
 

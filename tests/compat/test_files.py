@@ -476,8 +476,8 @@ def test_a_file_of_another_system_over_a_recipe_is_said(tmp_path):
         "env: {num_envs: 4, repeats: 4}\ntrain: {total_dialog_turns: 100, optim_batch_size: 4}\n"
     )
     said = (
-        "is TorchRL's, and what it does not name is as in maxtext: recipe=torchrl takes TorchRL's "
-        "defaults"
+        "is TorchRL's, and settings that it does not name are as in maxtext: recipe=torchrl sets "
+        "TorchRL's defaults"
     )
     for recipe, is_said in (("maxtext", True), ("torchrl", False)):
         _, resolved = compose("train", [f"recipe={recipe}", f"config_file={file}"])

@@ -330,7 +330,7 @@ def test_where_a_configuration_came_from_is_kept():
         ("train", "batch.prompts_per_step=0", ["batch.prompts_per_step=0", "1 or more"]),
         ("train", "nix.yml", ["nix.yml", "Presets: aime24, ", ", base, ", ", grpo, ", "gsm8k, "]),
         ("train", "--config-name=gsm", ["gsm", "did you mean gsm8k?"]),
-        ("train", "--config-name", ["--config-name", "nothing came"]),
+        ("train", "--config-name", ["--config-name", "and there is nothing"]),
         ("export", "gsm8k.yml", ["gsm8k.yml", "export has no presets"]),
     ],
 )

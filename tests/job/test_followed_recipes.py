@@ -79,7 +79,7 @@ def test_a_band_of_another_model_is_named_before_weights_are_read(tmp_path, monk
         cli.main(["train", "mine.yaml"])
     assert (
         "the band was measured with a model of 7 parameters (tiny); this run has one of 875,520: "
-        "its evaluations are not held against the band" in capsys.readouterr().out
+        "its evaluations are not compared with the band" in capsys.readouterr().out
     )
 
 

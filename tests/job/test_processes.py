@@ -411,7 +411,7 @@ def test_processes_have_the_same_kernels(tmp_path: Path):
         open_run(job)
 
     for error in together(2, call):
-        assert isinstance(error, ShoalError) and "differ in the kernels of attention" in str(error)
+        assert isinstance(error, ShoalError) and "differ in the attention kernels" in str(error)
         assert "process 1 has model.attention blocked, process 0 has auto" in str(error)
     assert not (tmp_path / "none").exists()
 
@@ -543,7 +543,7 @@ def test_processes_that_differ_are_named_with_the_difference():
     ):
         assert str(error) == (
             "processes differ in configuration: process 2 has optimizer.lr 1e-4, process 0 has "
-            "1e-5; start all of them alike"
+            "1e-5; start all of them in the same way"
         )
 
 

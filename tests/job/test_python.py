@@ -335,7 +335,7 @@ def test_a_run_whose_data_or_reward_came_from_python_says_so():
     ):
         load_task(TaskSection(name="rows"))
     section = RewardSection(functions=("python:ones",))
-    with pytest.raises(shoal.ShoalError, match=r"this reward came from Python; give it again"):
+    with pytest.raises(shoal.ShoalError, match=r"this reward came from Python; pass it again"):
         load_task(TaskSection(), section)
     assert [reward.name for reward in load_task(TaskSection(), section, (ones,)).rewards] == [
         "ones"
@@ -462,7 +462,7 @@ def test_a_run_goes_on_with_the_same_rows(result, tmp_path):
         shoal.ShoalError, match="the training data is not what this run was started with"
     ):
         shoal.train(resume=run, task=rows(40, add=18), reward=closure(0.5), steps=3)
-    with pytest.raises(shoal.ShoalError, match="this reward came from Python; give it again"):
+    with pytest.raises(shoal.ShoalError, match="this reward came from Python; pass it again"):
         shoal.train(resume=run, task=rows(40), steps=3)
     more = shoal.train(resume=run, task=rows(40), reward=closure(0.5), steps=3)
     assert more.folder == run and more["num_questions"] == 3 and more["steps"] == 3

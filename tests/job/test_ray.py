@@ -571,7 +571,7 @@ def test_the_reason_of_a_workers_end_is_one_line():
                 "The actor is dead because its node has died. Node Id: 5f3a: missed too many "
                 "heartbeats."
             ),
-            "Ray does not reach its machine any more (Ray: The actor is dead because its node has "
+            "Ray can no longer reach its machine (Ray: The actor is dead because its node has "
             "died. Node Id: 5f3",
         ),
         (
@@ -726,9 +726,9 @@ def test_a_proof_says_how_it_differs():
     other = proof({"device": "gpu"}, logprob=-1.0000001)
     assert (
         proof().difference(other)
-        == "device is gpu, not cpu, it draws with other log-probs (by up to 1.2e-07)"
+        == "device is gpu, not cpu, it samples with other log-probs (by up to 1.2e-07)"
     )
-    assert proof().difference(proof(token=4)) == "it draws other tokens"
+    assert proof().difference(proof(token=4)) == "it samples other tokens"
 
 
 @pytest.mark.parametrize(
@@ -744,7 +744,7 @@ def test_an_odd_worker_is_refused_although_it_joins_first(first):
     assert joined(made, "worker 1", proof({"threads": "2"})) is False
     assert joined(made, "worker 2", proof()) is False
     with pytest.raises(
-        HostRefused, match=r"worker 0 differs from the trainer: (device is gpu, not cpu|it draws)"
+        HostRefused, match=r"worker 0 differs from the trainer: (device is gpu, not cpu|it samples)"
     ):
         made.numbers_differ("worker 0", THREE)
 
@@ -756,7 +756,7 @@ def test_where_no_worker_is_like_the_trainer_the_first_is_the_measure():
     assert made.numbers_differ("worker 0", two) is False
     with pytest.raises(
         HostRefused,
-        match="worker 2 differs from worker 1: device is cpu, not gpu, it draws other to",
+        match="worker 2 differs from worker 1: device is cpu, not gpu, it samples other to",
     ):
         joined(made, "worker 2", proof())
 
@@ -776,7 +776,7 @@ def test_after_a_resume_an_odd_worker_is_refused_although_it_joins_first(tmp_pat
     try:
         assert joined(made, "worker 0", odd) is None  # of another device: the run may have moved
     except HostRefused as error:
-        assert "worker 0 differs from the run's earlier workers: it draws other tokens" in str(
+        assert "worker 0 differs from the run's earlier workers: it samples other tokens" in str(
             error
         )
     assert joined(made, "worker 1", proof(logprob=-1 / 3)) is False
@@ -870,7 +870,9 @@ def test_a_worker_that_hangs_before_its_proof_does_not_stop_the_others(monkeypat
         "no worker that is ready has the devices and settings of the trainer, and after 600 s "
         "worker 2 still prepare: worker 0's numbers are the measure of others'"
     ]
-    with pytest.raises(HostRefused, match="worker 2 differs from worker 0: it draws other tokens"):
+    with pytest.raises(
+        HostRefused, match="worker 2 differs from worker 0: it samples other tokens"
+    ):
         joined(made, "worker 2", proof({"device": "gpu"}))
 
 
@@ -982,7 +984,7 @@ def test_the_trainer_holds_its_share_of_this_machines_accelerators(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     if not held:
         with pytest.raises(
-            ShoalError, match="the workers ask for 4 GPU, which are all 4 of this machine"
+            ShoalError, match="the workers request 4 GPU, which are all 4 of this machine"
         ):
             ray_host.hold_accelerators("GPU", trainer, wanted, 1.0)
         return

@@ -730,7 +730,7 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
         "== evaluation after step 1, 1 completion, about 0:01",
     ]
     assert (
-        "16 tokens sampled: 3 trained on, 3 in the KL, entropy, context or teacher term alone, 2 "
+        "16 tokens sampled: 3 trained on, 3 only in the KL, entropy, context or teacher term, 2 "
         "without an advantage, 8 in evaluations"
     ) in lines
     assert "a question that was answered wrong before and right after:" in lines

@@ -286,7 +286,7 @@ def test_the_groups_of_a_lost_host_are_asked_again_elsewhere_and_it_is_made_anew
     )
     assert said == [
         f"sampler host a is lost: its process was killed; {stats.fleet['asked_again']} groups "
-        "asked again"
+        "requested again"
     ]
 
 
@@ -402,7 +402,7 @@ def test_the_account_of_tokens_is_closed_whatever_hosts_do(script):
 
 def test_a_host_that_draws_otherwise_is_not_made_anew():
     def refuses(host: FakeHost) -> None:
-        raise HostRefused("it draws other tokens")
+        raise HostRefused("it samples other tokens")
 
     hosts, said = {"a": FakeHost(refuses), "b": FakeHost()}, []
     hosts["b"].differs = True
@@ -415,7 +415,7 @@ def test_a_host_that_draws_otherwise_is_not_made_anew():
         source.request(requests([5], step=1))
         with pytest.raises(
             ShoalError,
-            match="no sampler host is left: sampler host b is refused: it draws other tok",
+            match="no sampler host is left: sampler host b is refused: it samples other tok",
         ):
             source.take(Purpose.TRAIN, 1)
     assert [text[:22] for text in said] == ["sampler host a is refu", "sampler host b is refu"]
@@ -430,7 +430,7 @@ def test_a_long_wait_is_said_with_what_it_waits_for(monkeypatch):
         wait_for(lambda: len(host.queued) == 2)
         assert rows_of(source) == [0, 1, 2]
     assert re.fullmatch(
-        r"waiting for the groups of step 1 since \d\d:\d\d:\d\d, 0 s: 0 of 3 groups are there, "
+        r"waiting for the groups of step 1 since \d\d:\d\d:\d\d, 0 s: 0 of 3 groups have arrived, "
         r"2 at a \(weights before training\), 1 waiting, attempt 1",
         said[0],
     )
@@ -452,8 +452,8 @@ ONE = SampleRequest(4, np.array([1]), 2, NoiseKey(0, "train", 0, 0), PARAMS, ver
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda one: one[:1], "1 completions in place of 2"),
-        (lambda one: one[::-1], "2 completions in place of 2"),
+        (lambda one: one[:1], "1 completions instead of 2"),
+        (lambda one: one[::-1], "2 completions instead of 2"),
         (lambda one: [replace(one[0], logprobs=one[0].logprobs[:2]), one[1]], "different lengths"),
         (
             lambda one: [replace(one[0], extra={"experts": np.zeros((2, 4, 8))}), one[1]],

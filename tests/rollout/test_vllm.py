@@ -237,7 +237,7 @@ FAULTS = {
     "endless": "OverflowError",
     "long span": "weight_versions that do not cover",
     "large": "a token id below 0 or beyond",
-    "large version": "which are none of the run's",
+    "large version": "which are not the run's",
     "nan": "a log-prob that is not a finite number",
     "deep": "is not JSON: RecursionError",
     "hang": "it has made no progress for",
@@ -850,7 +850,7 @@ def test_a_version_is_a_folder_with_the_trainers_weights(tmp_path: Path, adapter
         assert config["tie_word_embeddings"] is False
         made.drop([0])
         assert not first.exists and second.exists
-        with pytest.raises(LookupError, match="version 0 is not published any more"):
+        with pytest.raises(LookupError, match="version 0 is no longer published"):
             first.read(model)
     assert not second.exists and not made.folder.exists()
 

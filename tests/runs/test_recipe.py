@@ -114,7 +114,7 @@ def test_the_start_says_what_the_band_was_measured_with():
 def test_a_band_of_another_model_or_task_is_not_used(words, parameters, metric, text):
     run = followed(*words, parameters=parameters, metric=metric)
     last = run.start_texts()[-1]
-    assert text in last and last.endswith(": its evaluations are not held against the band")
+    assert text in last and last.endswith(": its evaluations are not compared with the band")
     figures = {"held_out": {"accuracy": 0.1, "mean_reward": 0.1}}
     assert run.band is None and run.position(20, figures) is None
 

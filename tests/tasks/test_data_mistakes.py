@@ -157,7 +157,7 @@ CASES: dict[str, tuple[str, bytes, dict[str, Any], list[str]]] = {
         "a.jsonl",
         json.dumps(GOOD).encode() * 2,
         {},
-        ["no JSON list of objects: Extra data", "one list"],
+        ["not a JSON list of objects: Extra data", "one list"],
     ),
     "a comma behind a row": (
         "a.jsonl",

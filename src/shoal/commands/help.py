@@ -44,9 +44,9 @@ shoal train --help optimizer                       lists the keys of one topic""
 
 OPTIONS: Mapping[str, str] = {
     "--config-name": "NAME: a preset, a recipe (--help recipes) or a YAML file, also alone",
-    "--preset": "NAME: a preset beneath that file",
-    "--dry-run": "print the resolved configuration and touch nothing",
-    "--plan": "train only: `shoal plan` of the same words",
+    "--preset": "NAME: a preset below that file",
+    "--dry-run": "print the resolved configuration and change nothing",
+    "--plan": "train only: `shoal plan` with the same arguments",
     "--multirun": "train only, also -m: a run for each combination of a,b and range(a,b) values",
     "--help": "TOPIC: this text, or only one topic or key",
 }
@@ -69,8 +69,8 @@ TOPICS: Mapping[str, str] = {
     "mesh": "how devices share the work",
     "sampler": "samplers in processes of their own",
     "publish": "how samplers get new weights",
-    "ray": "the cluster that samplers are in",
-    "vllm": "servers of vLLM that sample",
+    "ray": "the cluster in which samplers run",
+    "vllm": "vLLM servers that sample",
     "checkpoint": "when the run is saved, and which checkpoints are kept",
     "report": "metrics and groups that a run writes",
     "report.wandb": "Weights & Biases",

@@ -712,8 +712,8 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[Fla
             likely, is_sure = likely_system(setting.name for setting in layer.settings)
             if layer.file and layer.is_users and is_sure and likely.lower() != recipe:
                 return [
-                    f"{layer.file} is {likely}'s, and what it does not name is as in {recipe}: "
-                    f"recipe={likely.lower()} takes {likely}'s defaults"
+                    f"{layer.file} is {likely}'s, and settings that it does not name are as in "
+                    f"{recipe}: recipe={likely.lower()} sets {likely}'s defaults"
                 ]
     if recipe or has_preset or "recipe" not in keys_of(config_type):
         return []

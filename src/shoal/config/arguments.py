@@ -322,7 +322,8 @@ def _take_options(arguments: Sequence[str]) -> tuple[str, str, list[str]]:
             rest.append(argument)
         elif not value:
             raise ShoalError(
-                f"{name}: expected the name of a preset or a YAML file after it, nothing came"
+                f"{name}: expected the name of a preset or a YAML file after it, and there is "
+                "nothing"
             )
         elif is_folder_option(argument):
             folder_option, folder = name, value

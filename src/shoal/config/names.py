@@ -31,13 +31,13 @@ _SAMPLING = ("eval", "generate", "serve")
 
 ALIASES: Mapping[str, Alias] = {
     "model": Alias("model.path"),
-    "task": Alias("task.name", note="loads the preset of that name, under your own keys"),
+    "task": Alias("task.name", note="loads the preset of that name, which your own keys override"),
     "reward": Alias("reward.functions", note="file.py:function, several with commas"),
     "tools": Alias("environment.tools", note="file.py:f,g: functions that the model may call"),
     "environment": Alias("environment.factory", note="file.py:Factory"),
     "rollout": Alias("environment.rollout", note="file.py:f, in TRL's convention"),
     "agent": Alias("environment.agent", note="a program that asks OPENAI_BASE_URL, or file.py:f"),
-    "algorithm": Alias("algorithm.name", note="a paper's settings, under your own keys"),
+    "algorithm": Alias("algorithm.name", note="a paper's settings, which your own keys override"),
     "checkpoint_period": Alias("checkpoint.every"),
     "max_staleness": Alias("train.max_staleness"),
     "temperature": Alias("sampling.temperature", _SAMPLING),

@@ -213,8 +213,8 @@ def adapter_lines(config: Any) -> list[str]:
         return []
     frozen = parameter_count(a.base)
     return [
-        f"LoRA of rank {a.adapter.rank} trains {parameter_count(a) - frozen:,} parameters beside "
-        f"{frozen:,} frozen ones"
+        f"LoRA of rank {a.adapter.rank} trains {parameter_count(a) - frozen:,} parameters; "
+        f"{frozen:,} are frozen"
     ]
 
 

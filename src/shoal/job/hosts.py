@@ -527,7 +527,7 @@ def check_servers(section: VllmSection) -> None:
             faults.append(str(error))
     if faults:
         raise ShoalError(
-            f"vllm.urls: {'; '.join(faults)}; start them, or leave out those that are not there"
+            f"vllm.urls: {'; '.join(faults)}; start them, or leave out those that do not run"
         )
     if not section.python:
         return
@@ -649,8 +649,8 @@ def trainer_proof(
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         say(
-            "the trainer has no room to sample as a worker does, so it cannot be the measure of "
-            "their numbers"
+            "the trainer has no memory to sample as a worker does, so the workers' numbers are not "
+            "compared with its own"
         )
         return None
     ignored = {"devices"}
@@ -675,7 +675,7 @@ def make_worker(
     if len(devices) < count:
         raise ShoalError(
             f"sampler.devices_per_worker={count}: a worker finds {len(devices)} of kind "
-            f"{devices[0].device_kind}; lower it, or ask for more by sampler.resources"
+            f"{devices[0].device_kind}; lower it, or request more with sampler.resources"
         )
     mesh = MeshSection(
         data=count // tensor, tensor=tensor, compiler_options=config.mesh.compiler_options

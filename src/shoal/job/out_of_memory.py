@@ -42,7 +42,7 @@ def explain_out_of_memory(error: BaseException, config: Any) -> ShoalError | Non
     what = ""
     size = 0.0
     if asked:
-        what = f" ({asked[1].strip()} more were asked for)"
+        what = f" ({asked[1].strip()} more were requested)"
         # K is 1024 bytes, M 1024 K, ...; without a prefix the number is of bytes.
         size = float(asked[2]) * 1024 ** " KMGT".index(asked[3] or " ")
     changes = plain_changes(config)
@@ -89,7 +89,7 @@ def _by_phase(config: Config, asked: int) -> tuple[str, str, str]:
         lines.setdefault(trial.change.key, trial.text())
     if not lines:
         raise ShoalError("no key takes less")
-    return f"; besides, a device holds {held}", "; ".join(lines.values()), next(iter(lines))
+    return f"; in addition, a device holds {held}", "; ".join(lines.values()), next(iter(lines))
 
 
 def _of_program(budget: Budget, program: str) -> Budget:

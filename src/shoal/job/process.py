@@ -72,7 +72,10 @@ def open_world(process_mesh: MeshSection, config: Config, run: Path | None) -> W
 
 
 def check_same(
-    world: World, what: str, mine: Mapping[str, Any], cure: str = "start all of them alike"
+    world: World,
+    what: str,
+    mine: Mapping[str, Any],
+    cure: str = "start all of them in the same way",
 ) -> None:
     """Raises ShoalError, in all processes, unless all of them pass the same values in `mine`; the
     error names the first difference and its process. Waits until all have called it; with a single

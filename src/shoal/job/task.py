@@ -144,8 +144,8 @@ def given_rewards(
     if len(files) < len(reward.functions) and not functions:
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
         raise ShoalError(
-            f"reward.functions={list(reward.functions)}: this reward came from Python; give it "
-            f"again there, shoal.train(resume=FOLDER, reward={names}), or name a file, "
+            f"reward.functions={list(reward.functions)}: this reward came from Python; pass it "
+            f"again in Python, shoal.train(resume=FOLDER, reward={names}), or name a file, "
             "reward=file.py:function"
         )
     given = [*find_functions(reward, files), *functions]

@@ -85,7 +85,7 @@ class TeacherServer:
         try:
             teacher._check_tokens(address, tokenizer)
         except HostLost as error:
-            likeliest = f" and of the {top_k} likeliest in their places" if top_k else ""
+            likeliest = f" and of the {top_k} likeliest tokens at each position" if top_k else ""
             cure = f"vLLM with --max-logprobs={max(top_k, 1)}"
             if top_k:
                 cure += ", or a lower teacher.top_k"

@@ -196,7 +196,7 @@ def load_models(job: Job) -> LoadedModels:
     # Each process has tried the kernels on its own GPU, but all must compile the same program.
     check_same(
         job.world,
-        "the kernels of attention, which model.attention=blocked does without",
+        "the attention kernels, which model.attention=blocked does not use",
         {
             "model.attention": job.model.attention,
             "the teacher's": [teacher.model.attention for teacher in teachers.values()],

@@ -278,7 +278,7 @@ class Fleet:
                     member,
                     f"the log-probs of its tokens differ from the trainer's by {gap:.3g} in the "
                     f"mean at version {version}, more than {self.logprob_tolerance:.3g}, three "
-                    "times vllm.tolerance: its answers are of other weights, prompts or tokens",
+                    "times vllm.tolerance: its answers come from other weights, prompts or tokens",
                 )
 
     def published_shapes(self) -> Params:
@@ -719,7 +719,7 @@ class Fleet:
             self.turn_driver.forget([entry for entry in running if entry.host == member.name])
         self._lost_tokens += member.lose(time.monotonic(), refused)
         num_asked_again = self.ledger.lose(member.name)
-        note = f"{text}; {count(num_asked_again, 'group')} asked again"
+        note = f"{text}; {count(num_asked_again, 'group')} requested again"
         if not refused:
             self._lost += 1
             if member.is_gone:

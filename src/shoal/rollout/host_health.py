@@ -275,7 +275,7 @@ class HostHealth:
 def wrong_answer(
     request: SampleRequest, completions: Sequence[Completion], vocab_size: int, newest: int
 ) -> str:
-    """Returns why a host's answer is unusable, as a text ("3 completions in place of 8"), or "" if
+    """Returns why a host's answer is unusable, as a text ("3 completions instead of 8"), or "" if
     the answer is right: all completions of the request (with turns any of them), in order of their
     index, with arrays of equal lengths, from 1 token to no more than allowed, ids in the
     vocabulary, finite log-probs and allowed versions. `newest`: the newest version that was
@@ -286,7 +286,7 @@ def wrong_answer(
     if request.has_turns:  # any subset may come, because completions with turns come one by one
         is_complete = set(indices) <= set(expected)
     if not is_complete:
-        return f"{len(completions)} completions in place of {request.num_completions}"
+        return f"{len(completions)} completions instead of {request.num_completions}"
     for completion in completions:
         size = len(completion.token_ids)
         for array in (completion.logprobs, completion.loss_mask, completion.versions):

@@ -190,7 +190,7 @@ def describe_states(entries: Sequence[PendingGroup], hosts: Mapping[str, str]) -
             counts[f"at {hosts[entry.host]}"] += 1
         else:
             counts[str(entry.state)] += 1
-    parts = [f"{num_rewarded} of {len(entries)} groups are there"]
+    parts = [f"{num_rewarded} of {len(entries)} groups have arrived"]
     for state_text, number in counts.items():
         parts.append(f"{number} {state_text}")
     parts.append(f"attempt {max(entry.attempt for entry in entries)}")

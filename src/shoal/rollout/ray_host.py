@@ -419,7 +419,7 @@ class Cluster:
         # in parentheses after a blank, or ""
         rays_reason = _rays_reason(text)
         if "node has died" in text or "unreachable" in text:
-            return f"Ray does not reach its machine any more{rays_reason}"
+            return f"Ray can no longer reach its machine{rays_reason}"
         if "died" in text:
             return f"its process has ended{rays_reason}"
         return f"it cannot be reached{rays_reason}"
@@ -668,7 +668,7 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
         count = here - math.ceil(wanted_here)
     if not count:
         raise ShoalError(
-            f"the workers ask for {wanted:g} {kind}, which are all {here} of this machine: the "
+            f"the workers request {wanted:g} {kind}, which are all {here} of this machine: the "
             "trainer would have none; lower sampler.workers or sampler.devices_per_worker, or set "
             "mesh.trainer"
         )
@@ -685,7 +685,7 @@ def hold_accelerators(kind: str, trainer: str, wanted: float, seconds: float) ->
         ids = ray.get(holder.ids.remote(kind), timeout=seconds)
     except RayError as error:
         raise ShoalError(
-            f"the trainer asks for {count} {kind} of this machine, which has {here}, and others of "
+            f"the trainer requests {count} {kind} of this machine, which has {here}, and others of "
             "the cluster hold some: lower mesh.trainer, or wait for them"
         ) from error
     os.environ[VISIBLE[kind]] = ",".join(ids)

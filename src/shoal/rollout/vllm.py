@@ -238,7 +238,7 @@ class VllmEngine(HttpEngine):
             self._check(server, weights)
         except TurnedDown as error:
             if not weights.exists:
-                raise LookupError(f"version {version} is not published any more") from error
+                raise LookupError(f"version {version} is no longer published") from error
             hint = ""
             if error.path in (RELOAD, ADAPTER):
                 hint = (
@@ -490,7 +490,7 @@ def read_versions(choice: Mapping[str, Any], count: int) -> list[int]:
     if spans and len(versions) != count:
         raise ValueError(f"weight_versions that do not cover {count} tokens")
     if versions and not 0 <= min(versions) <= max(versions) < 2**31:
-        raise ValueError(f"weight_versions {versions[:5]}, which are none of the run's")
+        raise ValueError(f"weight_versions {versions[:5]}, which are not the run's")
     return versions
 
 

@@ -66,10 +66,10 @@ class WorkerFingerprint:
         if facts_text:
             differences.append(facts_text)
         if not np.array_equal(self.tokens, other.tokens):
-            differences.append("it draws other tokens")
+            differences.append("it samples other tokens")
         elif not np.array_equal(self.logprobs.view(np.uint32), other.logprobs.view(np.uint32)):
             largest = np.abs(self.logprobs - other.logprobs).max()
-            differences.append(f"it draws with other log-probs (by up to {largest:.2g})")
+            differences.append(f"it samples with other log-probs (by up to {largest:.2g})")
         return ", ".join(differences)
 
     def write(self, file: Path) -> None:

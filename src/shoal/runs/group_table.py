@@ -478,7 +478,7 @@ class GroupTable:
                 return
             stem, _, stamp = batch[0]
             self._failed[stem] = stamp
-            self.run.add_problem(f"groups/{stem}.parquet", f"is passed over ({reason(error)})")
+            self.run.add_problem(f"groups/{stem}.parquet", f"is skipped ({reason(error)})")
             return
         with self.lock:
             for file in files:

@@ -145,7 +145,7 @@ class StoredRun:
                 f"{self.where}/{name}, line {number} is damaged ({cause}): restore the file from a "
                 "backup, or remove the line"
             )
-        self.add_problem(name, f"line {number} is damaged ({cause}); it is passed over")
+        self.add_problem(name, f"line {number} is damaged ({cause}); it is skipped")
 
     def text(self, name: str, most: int) -> str:
         """Returns at most the first `most` bytes of a file as text, with bytes that are not UTF-8
@@ -633,7 +633,7 @@ class LineReader(Generic[Line]):
                     yield from self._parsed(lines)
                     if len(self._rest) > MAX_LINE_BYTES:
                         self._run.add_problem(
-                            self._name, "has a line of more than 1 MiB, which is passed over"
+                            self._name, "has a line of more than 1 MiB, which is skipped"
                         )
                         self._rest = b""
                         self._is_skipping = True

@@ -122,7 +122,7 @@ class Followed:
             ours = settings_text(self.settings, 1)
             apart = f"the band was measured with {theirs}; this run has {ours}"
         if apart and self.band is None:
-            apart += ": its evaluations are not held against the band"
+            apart += ": its evaluations are not compared with the band"
         return apart
 
     def weights_text(self) -> str:

@@ -309,7 +309,7 @@ def summary_facts(summary: Summary) -> str:
 
 _ENDS_OF_TOKENS = {
     "trained": "trained on",
-    "other_terms": "in the KL, entropy, context or teacher term alone",
+    "other_terms": "only in the KL, entropy, context or teacher term",
     "no_gradient": "without an advantage",
     "discarded": "discarded by dynamic sampling",
     "evaluated": "in evaluations",

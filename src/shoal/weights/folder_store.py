@@ -192,7 +192,7 @@ class FolderVersion:
         because the engine reads the files itself. LookupError, at once, if the folder was removed.
         `model` and `frozen` are not used."""
         if not self.exists:
-            raise LookupError(f"version {self.version} is not published any more")
+            raise LookupError(f"version {self.version} is no longer published")
         done: Future[Callable[[], Params]] = Future()
         done.set_result(lambda: self)
         return done

@@ -220,7 +220,7 @@ class MemoryVersion:
         removed."""
         held = self.held  # read once: another thread may remove the version meanwhile
         if held is None:
-            raise LookupError(f"version {self.version} is not published any more")
+            raise LookupError(f"version {self.version} is no longer published")
         if held.shards is None:
             return held.whole
         return arrays_on(model, held.shards)

@@ -62,7 +62,7 @@ def write_page(config: ViewConfig, to: Path) -> tuple[list[StoredRun], int]:
     try:
         if not viewer.runs:
             raise ShoalError(
-                f"{', '.join(config.runs)}: no folder in there is a run, and a file needs one"
+                f"{', '.join(config.runs)}: none of these folders is a run, and a file needs one"
             )
         viewer.read_all()
         records = dict(_records(viewer, config.groups))

@@ -206,7 +206,7 @@ class Guard:
         without it in the header x-shoal-token."""
         writes_notes = request.method == "POST" and request.url.path == NOTES_PATH
         if request.method not in ("GET", "HEAD") and not writes_notes:
-            return 405, "this page only reads, and writes nothing but notes: GET is the method"
+            return 405, "this page only reads, and writes nothing but notes: only GET is allowed"
         if len(request.scope.get("raw_path") or b"") + len(request.scope["query_string"]) > MAX_URL:
             return 414, "the address is too long"
         refused = cross_site_refusal(request.headers, bool(self._token))

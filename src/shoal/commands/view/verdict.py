@@ -278,7 +278,7 @@ def _sentence(
             )
         if accuracy:
             return "note", (
-                f"the reward rises in {made}{driven}; accuracy {accuracy.shares}, of too few "
+                f"the reward rises in {made}{driven}; accuracy {accuracy.shares}, from too few "
                 "questions to tell"
             )
         if evaluated and evaluated.after <= evaluated.before:

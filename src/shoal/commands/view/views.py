@@ -214,7 +214,7 @@ class Viewer:
         if not shown:
             folders = ", ".join(map(str, self._folders))
             self.notice = (
-                f"{folders}: no folder in there is a run yet; those that begin appear here"
+                f"{folders}: none of its folders is a run yet; runs that begin appear here"
             )
         if len(shown) > MAX_RUNS:
             self.notice = (

@@ -611,7 +611,7 @@ def test_a_model_is_no_reward() -> None:
         lambda: name_functions(["Qwen/Reward-1.5B"]),
     ):  # type: ignore
         with pytest.raises(
-            ShoalError, match=r"'Qwen/Reward-1\.5B': expected .*; a model is no reward"
+            ShoalError, match=r"'Qwen/Reward-1\.5B': expected .*; a reward model is model:PATH"
         ):
             find()
 

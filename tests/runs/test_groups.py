@@ -583,6 +583,22 @@ def test_a_step_is_printed_for_reading_and_as_json(tmp_path, capsys):
     assert "it has those of steps 12" in capsys.readouterr().err
 
 
+def test_groups_of_an_evaluation_are_printed_in_full_by_a_filter(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("seed: 3\n")
+    write(tmp_path)
+    held_out = make_group(20, purpose=Purpose.EVALUATE, subset="held_out", step=12)
+    with RunWriter(tmp_path) as run:
+        run.write_groups(12, [held_out])
+    assert cli.main(["groups", str(tmp_path), "step=12", "filter=set=held_out"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("== step 12, group 0 of held_out: row 20,") and shown.count("==") == 1
+    assert cli.main(["groups", str(tmp_path), "step=12", "group=1", "filter=set=train"]) == 0
+    assert capsys.readouterr().out.startswith("== step 12, group 1 of train: row 18,")
+    assert cli.main(["groups", str(tmp_path), "step=12", "filter=reward>100"]) == 2
+    error = capsys.readouterr().err
+    assert "step 12 of" in error and "no such group" in error
+
+
 @pytest.mark.parametrize("words", [60, 6000])
 def test_the_end_of_a_long_prompt_is_listed_since_the_question_stands_there(tmp_path, words):
     (tmp_path / "config.yaml").write_text("seed: 3\n")

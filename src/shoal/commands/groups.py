@@ -4,6 +4,7 @@ JSON."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ TABLE = ("step", "group", "set", "reward", "spread", "pass", "length", "truncate
 def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, Any]:
     """Prints and returns a run's groups as a table like the one in `shoal view`; or, with the keys
     `step` and `group`, all groups of a step or one of them in full. Steps are counted from 1 (0:
-    all steps), groups from 0 (below 0: all groups); `group` alone is of step 1. With `json` groups
-    are not printed.
+    all steps), groups from 0 (below 0: all groups); `group` alone is of step 1. These are groups
+    of training, unless there is a `filter`: then those that it leaves, also of evaluations, as many
+    as `limit` allows. With `json` groups are not printed.
 
     Returns `run` and `groups`, which are rows of the table or records of groups; with the table
     also `total`, the number of groups that the filter leaves, else `step`. ShoalError if the run,
@@ -35,23 +37,62 @@ def groups(config: GroupsConfig, console: Console | None = None) -> dict[str, An
         if not config.step and config.group < 0:
             return _table(run, config, console)
         step = config.step or 1
-        if config.group >= 0:
-            stored = {config.group: run.group(step, config.group)}
+        stored: dict[str, StoredGroup] = {}
+        if config.filter:
+            stored = _filtered(run, config, step, console)
+        elif config.group >= 0:
+            stored[f"step {step}, group {config.group}"] = run.group(step, config.group)
         else:
-            stored = dict(enumerate(run.groups(step)))
+            for number, group in enumerate(run.groups(step)):
+                stored[f"step {step}, group {number}"] = group
         if not config.json:
-            for group_index, group in stored.items():
-                _show(f"step {step}, group {group_index}", group, console)
+            for title, group in stored.items():
+                _show(title, group, console)
     records = [group_record(group) for group in stored.values()]
     return {"run": str(run.path), "step": step, "groups": records}
 
 
+def _filtered(
+    run: StoredRun, config: GroupsConfig, step: int, console: Console
+) -> dict[str, StoredGroup]:
+    """Returns title -> group, of training and evaluations, for the groups of a step that the filter
+    leaves. Errors and warnings are those of `_rows`."""
+    conditions = f"{config.filter} step={step}"
+    if config.group >= 0:
+        conditions += f" group={config.group}"
+    rows, _, _ = _rows(run, replace(config, filter=conditions), console)
+    if not rows:
+        raise ShoalError(
+            f"filter={config.filter}: step {step} of {run.path} has no such group; without step= "
+            "and group= all groups are searched"
+        )
+    stored = {}
+    for row in rows:
+        name, _, _ = row["file"].rpartition("_")
+        title = f"step {step}, group {row['group']} of {row['set']}"
+        stored[title] = run.group(int(row["step"]), int(row["group"]), name)
+    return stored
+
+
 def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, Any]:
-    """Prints and returns the rows of the table of groups, filtered and sorted as the keys say.
-    Warns of each file that cannot be read, and leaves it out. ShoalError if the run has no stored
-    groups, if the filter is wrong, or if the database of groups cannot be opened. At most
-    `config.limit` rows are returned; `total` counts all that the filter leaves. With `config.json`
-    only warnings are printed."""
+    """Prints and returns the rows of the table of groups, filtered and sorted as the keys say, at
+    most `config.limit`; `total` counts all that the filter leaves. With `config.json` only warnings
+    are printed. Errors and warnings are those of `_rows`."""
+    rows, total, functions = _rows(run, config, console)
+    if not config.json:
+        if rows:
+            _print_rows(rows, functions, console)
+        console.note(f"{count(len(rows), 'group')} of {total:,}; step=1 group=0 prints one in full")
+    return {"run": str(run.path), "total": total, "groups": rows}
+
+
+def _rows(
+    run: StoredRun, config: GroupsConfig, console: Console
+) -> tuple[list[dict[str, Any]], int, Sequence[str]]:
+    """Returns (rows of the table of groups, the number of all that the filter leaves, the names of
+    the reward functions). Warns of each file that cannot be read, and leaves it out. ShoalError if
+    the run has no stored groups, if the filter is wrong, or if the database of groups cannot be
+    opened."""
     from shoal.runs.group_table import Database, GroupTable, reason
 
     run.require_groups()  # called for its error alone
@@ -75,11 +116,7 @@ def _table(run: StoredRun, config: GroupsConfig, console: Console) -> dict[str, 
         ) from error
     for text in lenient.problems.values():
         console.warning(text)
-    if not config.json:
-        if rows:
-            _print_rows(rows, table.functions, console)
-        console.note(f"{count(len(rows), 'group')} of {total:,}; step=1 group=0 prints one in full")
-    return {"run": str(run.path), "total": total, "groups": rows}
+    return rows, total, table.functions
 
 
 def _print_rows(

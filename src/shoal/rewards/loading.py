@@ -23,7 +23,8 @@ from shoal.runs.metrics import RESERVED_FUNCTIONS
 from shoal.text import count, describe_error, did_you_mean
 
 _NO_MODEL = (
-    "; a model is no reward: give a function that asks it and returns a number for each completion"
+    "; a reward model is model:PATH, with its folder or hub id, and any other model needs a "
+    "function that asks it and returns a number for each completion"
 )
 _FOLDERS: set[Path] = set()
 """Folders of all files that `_run_file` has run."""

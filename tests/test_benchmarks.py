@@ -257,7 +257,7 @@ def test_the_trial_of_ray_on_several_machines_ends_well_with_a_worker_on_each_al
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["brief", "sums", "tags"])
+@pytest.mark.parametrize("name", ["brief", "sums", "form"])
 def test_each_lesson_of_the_real_model_trains(folder, monkeypatch, name):
     import real_model
 
@@ -301,13 +301,13 @@ def test_exchanged_rewards_are_those_of_earlier_completions(folder, monkeypatch)
     assert len(of_later) > 1000 and len(set(of_later)) == len(of_later)
 
 
-def test_the_form_of_an_answer_in_tags(folder):
+def test_the_form_of_an_answer(folder):
     import real_model
 
     def reward(text):
-        return real_model.in_tags([[{"content": text}]])[0]
+        return real_model.in_form([[{"content": text}]])[0]
 
-    assert reward("<answer>yellow</answer>") == 1.0
-    assert reward("It is <answer>yellow</answer>.") == 0.5
-    assert reward("yellow") == 0.0
-    assert reward("<answer>a</answer><answer>b</answer>") == 0.0
+    assert reward("The answer is yellow.") == 1.0
+    assert reward("The answer is yellow. Lemons are.") == 0.5
+    assert reward("The answer is yellow") == 0.5
+    assert reward("Yellow. The answer is yellow.") == 0.0

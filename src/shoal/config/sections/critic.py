@@ -13,8 +13,8 @@ class CriticSection:
 
     shared: bool = key(False, stages=("update",), on_resume="fixed")
     """Put the head on the policy's own layers, in place of a second model: no memory for another
-    model, and one forward and backward pass for both. The layers then learn to say values too, by
-    critic.coef, which changes the policy."""
+    model, and one forward and backward pass for both. The layers then also learn to predict values,
+    as much as critic.coef says, which changes the policy."""
     coef: float = key(0.1, stages=("update",))
     """Factor of the loss of the values in the gradient of the layers, with critic.shared (TRL's
     vf_coef)."""
@@ -25,11 +25,12 @@ class CriticSection:
     lr: float = key(0.0, stages=("update",), undecided_because="it is optimizer.lr")
     """Peak learning rate of the critic; 0 for optimizer.lr. The rest is as optimizer.* says."""
     lam: float = key(-1.0, stages=("update",), undecided_because="it is algorithm.lam")
-    """Lambda of the returns that the critic learns: 1 for what was really earned (VAPO), lower for
-    more of its own later values; -1 for algorithm.lam, that of the policy's advantages."""
+    """Lambda of the returns that the critic learns: 1 for the actual return (VAPO); lower values
+    rely more on the critic's later predictions; -1 for algorithm.lam, that of the policy's
+    advantages."""
     value_clip: float = key(0.5, stages=("update",))
     """How far the updates of a step may move a value with gain (verl's and TRL's cliprange_value);
-    0 for as far as they like."""
+    0 for no limit."""
     warmup_steps: int = key(0, stages=("update",))
     """Steps at the beginning in which the critic alone is updated (verl's critic_warmup)."""
     warmup_until: float = key(1.0, stages=("update",))

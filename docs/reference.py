@@ -359,6 +359,12 @@ DIFFERENCES: dict[str, Difference] = {
         "without the dual clip, which is `actor/pg_clipfrac_lower`",
         "`clip/fraction` includes the dual clip",
     ),
+    "verl critic adapter": Difference(
+        "verl",
+        "`actor_rollout_ref.model.lora_rank` without `critic.model.lora_rank`",
+        "the critic is trained whole",
+        "the critic has an adapter of the same rank, and a head that is trained whole",
+    ),
     "verl critic mean": Difference(
         "verl",
         "the critic's loss with a `loss_agg_mode` other than `token-mean`",

@@ -48,7 +48,7 @@ from shoal.records import ShoalError
         (["algorithm=gmpo", "teacher.path=x"], "averaged over the completion"),
         (
             ["algorithm.dynamic_sampling=true", "reward=f.py:f"],
-            "algorithm.dynamic_sampling_by=reward uses these",
+            "algorithm.dynamic_sampling_by=reward uses what they",
         ),
         (
             ["algorithm.clip_low=0.1", "algorithm.clip_high=0.3"],

@@ -837,6 +837,18 @@ def test_the_brief_says_what_the_reward_says(workshop):
     ]
 
 
+def test_a_number_that_chooses_groups_is_one_that_a_function_logs(workshop):
+    words = ["reward.workers=0", "algorithm.dynamic_sampling=true"]
+    config, _ = compose("train", [*words, "algorithm.dynamic_sampling_by=pass_rate"])
+    task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
+    first = TokenizedExample(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
+    with (
+        RewardPool(task.rewards, config.reward) as judge,
+        pytest.raises(ShoalError, match="dynamic_sampling_by=pass_rate: no reward function gives"),
+    ):
+        check_first_prompt(config, tokenizer, first, judge)
+
+
 def in_brief(workshop, name: str, *changes: str) -> list[str]:
     """The brief's warnings of a reward."""
     config, _ = compose(

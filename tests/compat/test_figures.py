@@ -333,6 +333,7 @@ NOT_SHOWN = {
     "trl metric kl",
     "trl metric clip_ratio",
     "verl metric clipfrac",
+    "verl critic adapter",
     "verl critic mean",
     "verl metric aggregation",
     "verl metric length",

@@ -7,11 +7,16 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shoal.cli import main
+from shoal.commands.compat import checked_scripts
+from shoal.config.commands import CompatConfig
 from shoal.config.merge import compose
+from shoal.job.head import critic_text
 from shoal.records import ShoalError
 
 GAE = ["recipe=verl", "algorithm.adv_estimator=gae"]
@@ -137,7 +142,8 @@ def test_a_line_about_a_flag_says_what_is_so_here(word, said):
 
 
 def test_one_choice_is_not_one_of_several():
-    assert refusal("data.truncation=left") == "data.truncation=left: expected error"
+    word = "async_training.compute_prox_log_prob=false"
+    assert refusal(word).startswith(f"{word}: expected true; ")
 
 
 @pytest.mark.parametrize(
@@ -191,3 +197,148 @@ def test_a_module_of_verl_starts_from_ones_own_folder_with_its_relative_paths(tm
     )
     assert ended.returncode == 0, ended.stderr
     assert "task.path=train.jsonl" in ended.stdout
+
+
+OVERLONG = ("enable=True", "len=32", "penalty_factor=0.5")
+HEADS = [
+    "+reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.overlong_buffer.",
+    "reward.overlong_buffer.",
+]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_dapos_penalty_on_long_completions_is_reward_overlong_buffer_tokens(head):
+    words = ["recipe=verl", "reward_model.reward_manager=dapo", "data.max_response_length=100"]
+    words += [head + word for word in (*OVERLONG, "log=False")]
+    config, resolved = compose("train", words)
+    assert (config.reward.overlong_buffer_tokens, config.reward.overlong_penalty) == (32, 0.5)
+    assert any(": over the last 32 of 100 tokens" in line for line in resolved.became)
+    with_limit = [*words, "+reward_model.reward_kwargs.max_resp_len=100"]
+    assert compose("train", with_limit)[0].reward.overlong_buffer_tokens == 32
+    off, _ = compose("train", ["algorithm=dapo", *words, head + "enable=False"])
+    assert off.reward.overlong_buffer_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["reward_model.reward_manager=prime"], "=prime: expected naive or dapo"),
+        (["reward_manager.name=naive", *(HEADS[2] + word for word in OVERLONG)], "which alone"),
+        ([HEADS[2] + "enable=True"], "enable=true needs reward_model.overlong_buffer.len"),
+        ([HEADS[1] + word for word in OVERLONG[:2]], "overlong_buffer_cfg.penalty_factor"),
+        (
+            [*(HEADS[1] + word for word in OVERLONG), "reward.reward_kwargs.max_resp_len=7"],
+            "max_resp_len=7: expected 512 (data.max_response_length)",
+        ),
+        (["reward_model.reward_kwargs.other=7"], "dapo's max_resp_len and overlong_buffer_cfg"),
+        (["data.gen_batch_size=8"], "without it verl trains on all prompts that are sampled"),
+        (["data.truncation=left"], "filter_overlong_prompts=true drops those that are too long"),
+        (["data.truncation=up"], "expected one of error, left, right, middle"),
+    ],
+)
+def test_what_a_reward_manager_or_the_data_cannot_be_is_said(words, said):
+    assert said in refusal("recipe=verl", *words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["reward_model.reward_manager=dapo"],
+        ["reward.reward_manager.name=naive"],
+        ["data.gen_batch_size=1"],
+        ["data.gen_batch_size=1024"],
+        ["data.gen_batch_size=8", "algorithm.filter_groups.enable=True"],
+        ["data.truncation=left", "data.filter_overlong_prompts=True"],
+    ],
+)
+def test_what_cannot_matter_is_accepted(words):
+    config, _ = compose("train", ["recipe=verl", *words])
+    assert config.batch.prompts_per_step == 1024 and config.reward.overlong_buffer_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("metric", "by"),
+    [
+        ("acc", "correct"),
+        ("score", "score"),
+        ("seq_reward", "reward"),
+        ("seq_final_reward", "reward"),
+        ("pass_rate", "pass_rate"),
+    ],
+)
+def test_groups_are_filtered_by_any_metric_of_verl(metric, by):
+    config, _ = compose("train", ["recipe=verl", f"algorithm.filter_groups.metric={metric}"])
+    assert config.algorithm.dynamic_sampling_by == by
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("ppo_micro_batch_size_per_gpu=4", "batch.micro_tokens"),
+        ("model.enable_gradient_checkpointing=True", "model.remat"),
+        ("model.use_remove_padding=True", "padding is always removed"),
+        ("model.fsdp_config.param_offload=True", "mesh.*"),
+        ("strategy=fsdp", "mesh.*"),
+    ],
+)
+def test_what_changes_nothing_for_a_critic_has_the_reason_that_holds(word, reason):
+    _, resolved = compose("train", [*GAE, f"critic.{word}"])
+    [line] = [line for line in resolved.became if line.startswith(f"critic.{word}")]
+    assert "changes nothing here" in line and reason in line
+
+
+def test_each_of_an_adapters_numbers_is_attributed_to_its_flag():
+    head = "actor_rollout_ref.model."
+    _, resolved = compose("train", [f"{head}lora_rank=8", f"{head}lora_alpha=16"])
+    assert resolved.origins["model.lora.alpha"] == f"--{head}lora_alpha"
+    assert resolved.origins["model.lora.rank"] == f"--{head}lora_rank"
+    _, resolved = compose("train", ["trainer.n_gpus_per_node=8", "trainer.nnodes=1"])
+    assert resolved.origins["mesh.trainer"] == "--trainer.n_gpus_per_node"
+
+
+def test_a_critic_that_names_the_model_has_no_model_of_its_own(tmp_path):
+    model = f"{tmp_path}/model"
+    config, _ = compose("train", [*GAE, f"model.path={model}", f"critic.model.path={model}/"])
+    assert config.critic_path == ""
+    config, _ = compose("train", [*GAE, f"model.path={model}", "critic.model.path=other"])
+    assert config.critic_path == "other"
+
+
+def test_epochs_are_of_the_rows_that_are_not_dropped(tmp_path):
+    rows = []
+    for number in range(64):
+        words = "long " * 200 if number % 2 else "short"
+        rows.append({"prompt": [{"role": "user", "content": f"{number} {words}"}]})
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["recipe=verl", f"data.train_files={data}", f"data.val_files={data}"]
+    words += ["reward=f.py:g", "data.train_batch_size=4", "trainer.total_epochs=1"]
+    words += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_prompt_length=64"]
+    # Without the filter a long prompt is an error of the run.
+    assert compose("train", words)[0].steps == 16
+    config, resolved = compose("train", [*words, "data.filter_overlong_prompts=True"])
+    assert config.steps == 8
+    said = "(32 of 64 are dropped by sampling.max_prompt_tokens=64)"
+    assert any(said in line for line in resolved.start_lines)
+    # Not known before the run: the model is on the hub, or tools write into prompts.
+    for word in ("model.path=org/not-here", "environment.tools=[tools.py:f]"):
+        unknown = [*words, "data.filter_overlong_prompts=True", word]
+        config, resolved = compose("train", unknown)
+        said = "those with more than sampling.max_prompt_tokens=64 tokens included"
+        assert config.steps == 16 and any(said in line for line in resolved.start_lines)
+
+
+def test_the_head_of_a_run_says_that_a_critic_has_an_adapter_too():
+    model: Any = SimpleNamespace(architecture=SimpleNamespace(adapter=SimpleNamespace(rank=8)))
+    config, _ = compose("train", [*GAE, "actor_rollout_ref.model.lora_rank=8"])
+    assert critic_text(config, model).startswith("trained as the policy, by LoRA of rank 8")
+    without, _ = compose("train", ["recipe=verl", "actor_rollout_ref.model.lora_rank=8"])
+    assert critic_text(without, model) == ""
+
+
+def test_dapos_script_is_main_ppos(tmp_path):
+    scripts = checked_scripts(CompatConfig(to=str(tmp_path)))
+    of_dapo = scripts[tmp_path / "recipe" / "dapo" / "main_dapo.py"]
+    assert of_dapo == scripts[tmp_path / "verl" / "trainer" / "main_ppo.py"]

@@ -190,6 +190,40 @@ def test_without_a_check_groups_are_chosen_by_the_reward_less_the_penalty():
     assert added == PENALTY
 
 
+def test_groups_are_chosen_by_numbers_that_a_reward_function_logs():
+    """verl's filter_groups: metric=acc is the function's own entry, another metric another one."""
+    graded = judged([True, True, True], right=[1, 0.5, 0])
+    assert not useful(graded)
+    partly = replace(graded, extra={"acc": [True, False, True], "length": [3, 3, None]})
+    assert useful(partly) and not useful(partly, "algorithm.dynamic_sampling_by=length")
+    same = replace(judged(right=[1, 0.5, 0]), extra={"acc": [1.0, 1.0, 1.0]})
+    by_reward = "algorithm.dynamic_sampling_by=reward"
+    assert not useful(same) and useful(same, by_reward)
+    # Only of what the loss counts, and where no completion has one the verdict decides.
+    assert not useful(replace(partly, valid=np.array([True, False, True])))
+    assert useful(replace(judged([True, False, True], right=[1, 1, 1]), extra={"acc": [None] * 3}))
+
+
+def test_the_score_is_the_reward_without_the_penalty():
+    late = judged([True, False, True], right=[1, 1, 1], overlong=[0, 0, -1])
+    by_score = "algorithm.dynamic_sampling_by=score"
+    assert not useful(late, OVERLONG, by_score) and useful(late, by_score)
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({}, r"dynamic_sampling_by=pred: no reward function gives .*\(given: none\)"),
+        ({"acc": [1, 0, 1]}, r"\(given: acc\); let one return it in its dict"),
+        ({"pred": ["42", "7", "42"]}, "logged '42' as pred, which is no number"),
+    ],
+)
+def test_a_number_that_no_function_logs_is_named(extra, said):
+    group = replace(judged(right=[1, 0, 1]), extra=extra)
+    with pytest.raises(ShoalError, match=said):
+        useful(group, "algorithm.dynamic_sampling_by=pred")
+
+
 def test_functions_that_are_normalised_apart_count_apart_where_they_have_a_weight():
     even = {"first": [1, 0, 0], "second": [0, 1, 1]}
     gdpo = "algorithm.advantage=gdpo"

@@ -108,7 +108,7 @@ def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
         moments = moments * size_of_critic // size
         items.append(Item("critic", "trainer", "always", size_of_critic))
         items.append(Item("critic's moments", "trainer", "always", moments, on_host=offloads))
-        if frozen and config.critic.path:
+        if frozen and config.critic_path:
             # Without a model of its own the critic has the policy's frozen arrays.
             own = param_shapes(frozen_specs(critic), roles.trainer, dtype)
             items.append(

@@ -196,12 +196,13 @@ def check_prompts(
     check_template_writes(config, task, tokenizer, check)
     too_long = int((lengths > limit).sum())
     if too_long:
-        dropped = " and are dropped" if config.sampling.long_prompts == "drop" else ""
+        advice = ": raise it"
+        if config.sampling.long_prompts == "drop":
+            advice = f" and are dropped; {lengths.max()} keeps all of these"
         report = check.warning if too_long < len(lengths) else check.wrong
         report(
             f"{too_long} of {len(lengths)} prompts checked have more than "
-            f"sampling.max_prompt_tokens={limit} tokens (the longest {lengths.max():,}){dropped}: "
-            "raise it",
+            f"sampling.max_prompt_tokens={limit} tokens (the longest {lengths.max():,}){advice}",
             "sampling.max_prompt_tokens",
         )
     evaluated = evaluation_completions(config, set_sizes(task))

@@ -25,6 +25,7 @@ from shoal.runs.diagnosis import Figure, diagnose
 from shoal.tasks.graders.answer import extract_answer
 from shoal.tasks.graders.numbers import parse_number
 from shoal.text import shorten
+from shoal.trainer.dynamic_sampling import check_logged
 from shoal.trainer.prompts import TokenizedExample
 
 KINDS = ("right", "wrong", "empty", "repeated", "many at once")
@@ -68,6 +69,7 @@ class Probe:
     # The warning of `lost_in_decoding`: what a completion cannot contain of the form that the
     # reward wants, and what that costs.
     lost: str = ""
+    logged: tuple[str, ...] = ()  # names of the columns that the functions logged (`log_extra`)
 
     @property
     def functions(self) -> list[str]:
@@ -332,6 +334,7 @@ def probe(
         useless=tuple(useless),
         stopped=stopped,
         lost="" if stopped else lost_in_decoding(pool, examples, to_model_text),
+        logged=tuple(scores.extra),
     )
 
 
@@ -512,9 +515,9 @@ def check_first_prompt(
     finding with their scores, and warnings; nothing if the algorithm uses no rewards.
 
     A reward that fails for some answers is a warning. If a function exceeds its time limit, this
-    warning is the only finding. ShoalError if it cannot work: it breaks the convention, or fails
-    for all right answers while `reward.on_error` is `error`. Nothing else may be under way in the
-    pool.
+    warning is the only finding. ShoalError if it cannot work: it breaks the convention, fails for
+    all right answers while `reward.on_error` is `error`, or lacks the number by which
+    `algorithm.dynamic_sampling_by` chooses groups. Nothing else may be under way in the pool.
     """
     if not config.algorithm.uses_rewards:
         return []
@@ -529,6 +532,9 @@ def check_first_prompt(
         raise ShoalError(
             f"{tried.useless[0]}. The function gave no right answer a score. Fix it before the run."
         )
+    a = config.algorithm
+    if a.dynamic_sampling and not tried.failures:
+        check_logged(a.dynamic_sampling_by, tried.logged)
     findings = []
     if tried.failures:
         text = tried.failures[0]

@@ -320,8 +320,8 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
             and has_own_check,
             "algorithm.dynamic_sampling_by",
             f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly "
-            "right, whatever reward.functions return; algorithm.dynamic_sampling_by=reward uses "
-            "these",
+            "right, unless reward.functions log `acc` beside their score; "
+            "algorithm.dynamic_sampling_by=reward uses what they return",
         ),
         (
             "cispo_bound" in loss.reads and a.cispo_bound == "absolute" and a.clip_high <= 1,

@@ -97,7 +97,9 @@ SHIMS: Mapping[str, ScriptShim] = {
         _CONFIGS,
     ),
     "trl": ScriptShim("trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
-    "verl": ScriptShim("verl", ("verl/trainer/main_ppo.py",)),
+    # DAPO's script has main_ppo's flags and defaults, but for the reward manager `dapo`, which
+    # subtracts nothing by default.
+    "verl": ScriptShim("verl", ("verl/trainer/main_ppo.py", "recipe/dapo/main_dapo.py")),
     "tunix": ScriptShim("base_config", ("tunix/cli/grpo_main.py",)),
 }
 """Name for `run_as` -> what takes the place of the script of that name."""

@@ -111,7 +111,8 @@ def check_data(job: Job) -> str | None:
         return None
     if not job.findings.at("wrong"):
         used = job.requested.steps * job.prompts_per_step
-        sets = ", ".join(f"{num_rows:,} {name}" for name, num_rows in set_sizes(data).items())
+        # Of those that are left: prompts that are too long are dropped.
+        sets = ", ".join(f"{len(rows):,} {name}" for name, rows in job.evaluation_sets.items())
         check.ok(
             f"{len(data.train):,} prompts of {job.prompt_lengths}, {used:,} are asked for; {sets}"
         )

@@ -223,6 +223,7 @@ class Effect:
     reason: str | None = None
     applies: bool = True
     is_shown: bool = True  # False if there is no line about the flags
+    where: str = ""  # of a rule in CHECKS: `file:line: ` of its last flag, '' on a command line
 
 
 def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
@@ -305,7 +306,7 @@ def _apply_rules(
             # Merged anew, because the next rule reads the final values of keys.
             merged = Merged(draft.config_type, draft.layers())
         except ShoalError as error:
-            errors.append(with_origins(str(error), merged.origins | free))
+            errors.append(effect.where + with_origins(str(error), merged.origins | free))
     return merged, errors
 
 
@@ -472,9 +473,11 @@ class Draft:
         values_without = {use: _read_without(read, counting, use) for use in counting}
         owners = {}  # key -> the flag in whose place the key is set
         for key, value in values.items():
-            deciding = []  # the flags without which the key has another value
+            # The flags without which the key has another value, or that give it this one by name.
+            deciding = []
             for use in counting:
-                if key in use.flag.keys and values_without[use].get(key) != value:
+                is_own = use.flag.keys[:1] == (key,) and use.text == value
+                if is_own or (key in use.flag.keys and values_without[use].get(key) != value):
                     deciding.append(use)
             owners[key] = _owner(deciding or counting, key)
         effect = self._add_effect_of_several(counting, bool(values))
@@ -491,6 +494,8 @@ class Draft:
             keys.update(dict.fromkeys((*use.flag.keys, *use.flag.default_only)))
         effect = self._add_effect_of_several(uses, bool(keys) or rule in CHECKS)
         effect.rule = rule
+        if rule in CHECKS:
+            effect.where = uses[-1].where
         effect.applies = not keys
         for key in keys:
             owner = _owner(uses, key)

@@ -12,7 +12,7 @@ about that, '' for nothing. A rule raises ShoalError for a text that it cannot c
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,15 @@ from shoal.compat.flags import (
 )
 from shoal.config.foreign import NOTHING, FlagTexts, GetValue, KeyValues, Rule, Sentence
 from shoal.config.keywords import ROWS
+from shoal.config.sections.model import ModelSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.config.train import samples_for_pass_k
+from shoal.files import offline
 from shoal.records import ShoalError
-from shoal.tasks.custom import num_given_rows
-from shoal.tasks.task import load_by_name
+from shoal.stop import NotHere
+from shoal.tasks.custom import given_task
+from shoal.tasks.task import Task, load_by_name
 from shoal.text import count, exact
 
 
@@ -588,34 +591,107 @@ def trl_staleness(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]
     return values, "; ".join(reasons)
 
 
-def _training_rows(get: GetValue) -> tuple[int | None, str]:
-    """Returns the number of training rows and where they are, for a sentence: reads the files that
-    task.path names, or counts the rows that were given from Python. None if the data is not here.
+MOST_MEASURED = 50_000
+"""Of more training rows than these the prompts are not measured before the run: some seconds."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The training rows of a run, as far as they are known before it."""
+
+    number: int  # without those that are dropped
+    place: str  # where they are, for a sentence
+    dropped: str = ""  # on those that are dropped, for a sentence
+
+
+def _training_rows(get: GetValue) -> _Rows | None:
+    """Returns the training rows without those whose prompts will be dropped: reads the files that
+    task.path names, or takes the rows that were given from Python. None if the data is not here.
     ShoalError if it cannot be used."""
     settings = {field.name: get(f"task.{field.name}") for field in fields(TaskSection)}
-    task = TaskSection(**settings)
-    if task.name == ROWS:
-        return num_given_rows(task.num_eval_questions), "from Python"
-    path = Path(task.path).expanduser()
-    if not (task.path and path.exists()):
-        return None, ""
-    # The rewards do not change the rows, so those of the run are not needed.
-    return len(load_by_name(task, RewardSection()).train), f"in {path.name}"
+    section = TaskSection(**settings)
+    path = Path(section.path).expanduser()
+    if section.name == ROWS:
+        task = given_task(section.num_eval_questions)
+        place = "from Python"
+    elif section.path and path.exists():
+        # The rewards do not change the rows, so those of the run are not needed.
+        task = load_by_name(section, RewardSection())
+        place = f"in {path.name}"
+    else:
+        task = None
+        place = ""
+    if task is None:
+        return None
+    number = len(task.train)
+    if get("sampling.long_prompts") != "drop":
+        return _Rows(number, place)
+    left = _num_short_rows(task, get)
+    limit = get("sampling.max_prompt_tokens")
+    if left is None:
+        unknown = f"those with more than sampling.max_prompt_tokens={limit} tokens included"
+        return _Rows(number, place, unknown)
+    if left == number:
+        return _Rows(number, place)
+    dropped = f"{number - left:,} of {number:,} are dropped by sampling.max_prompt_tokens={limit}"
+    return _Rows(left, place, dropped)
+
+
+def _num_short_rows(task: Task, get: GetValue) -> int | None:
+    """Returns how many training rows have a prompt that the run does not drop, by the tokenizer and
+    the chat template of the run. None where that is not known before the run: of more than
+    MOST_MEASURED rows, with tools or environments, which may write into prompts, and if the model
+    is not here."""
+    # Here, because they import JAX, and most configurations do not get here.
+    from shoal.job.data_source import up_to_answer
+    from shoal.job.task import with_system_prompt
+    from shoal.trainer.prompts import prepare
+    from shoal.weights.source import open_model
+
+    in_turns = any(get(f"environment.{key}") for key in ("tools", "factory", "rollout", "agent"))
+    if len(task.train) > MOST_MEASURED or in_turns or task.tools or task.environments:
+        return None
+    names = ("path", "name", "tokenizer", "template", "template_variables")
+    settings = {name: get(f"model.{name}") for name in names}
+    model = ModelSection(**settings)
+    try:
+        with offline():
+            tokenizer = open_model(model, None).tokenizer
+    except (ShoalError, NotHere):  # the run says what is wrong with the model, or downloads it
+        return None
+    learns_from_data = get("algorithm.name") == "sft"
+    task = with_system_prompt(task, get("task.system"))
+    refused: list[str] = []
+    number = 0
+    for example in task.train:
+        if learns_from_data:
+            example = up_to_answer(example)
+        prompt = prepare(
+            example,
+            lambda example: tokenizer.encode_prompt(example.prompt),
+            get("sampling.max_prompt_tokens"),
+            "drop",
+            refused.append,
+        )
+        if prompt is not None:
+            number += 1
+    return number
 
 
 def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the length of a run in verl and TRL, a number of passes over the training rows
     (without those held out), to steps, at least 1. As there, the steps of an epoch are rounded up
-    in supervised fine-tuning, and down in reinforcement learning. Reads the data to count its rows;
-    if they are not here, sets nothing and says how to compute the steps. ShoalError if
-    batch.prompts_per_device needs a number of devices that the keys leave open."""
+    in supervised fine-tuning, and down in reinforcement learning. Reads the data to count its rows,
+    without those whose prompts are dropped; if they are not here, sets nothing and says how to
+    compute the steps. ShoalError if batch.prompts_per_device needs a number of devices that the
+    keys leave open."""
     name, text = last_of(given)
     epochs = to_float(name, text)
     each = get("batch.prompts_per_device")  # 0: not set
     prompts = _prompts_of_step(get)  # None: open
     rounds_up = get("algorithm.name") == "sft"
-    rows, place = _training_rows(get)
-    if rows is None:
+    training = _training_rows(get)
+    if training is None:
         a_step = "prompts of a step" if each else str(prompts)
         steps_of_epoch = f"(rows / {a_step}, rounded up)" if rounds_up else f"rows // {a_step}"
         sentence = (
@@ -624,6 +700,8 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         )
         return {}, sentence
 
+    rows = training.number
+
     def steps_of(prompts: int) -> int:
         """Returns the number of steps in the run if a step has this many prompts."""
         if rounds_up:
@@ -631,7 +709,9 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         return max(1, int(rows // prompts * epochs))  # an epoch has whole steps
 
     noun = "epoch" if epochs == 1 else "epochs"
-    sentence = f"{exact(epochs)} {noun} of {rows:,} training rows {place}"
+    sentence = f"{exact(epochs)} {noun} of {rows:,} training rows {training.place}"
+    if training.dropped:
+        sentence += f" ({training.dropped})"
     if prompts is None:
         raise ShoalError(
             f"{name}={text} needs the number of devices, which mesh.fsdp=-1 leaves open: set "
@@ -899,8 +979,72 @@ def verl_dual_clip(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
     return {"algorithm.clip_dual": text}, ""
 
 
-CHECKS: tuple[Rule, ...] = (verl_critic,)
-"""The rules that set no key: each checks its flags whatever sets the keys that it reads."""
+def verl_reward_manager(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts verl's reward manager and its arguments to reward.overlong_buffer_tokens and
+    overlong_penalty. `naive` gives a completion what the reward function returns; `dapo` also
+    subtracts, with overlong_buffer_cfg.enable, a penalty over the last `len` tokens of the longest
+    completion, penalty_factor at the limit. What is not given is not set. ShoalError for another
+    manager, for a penalty without its two numbers or with `naive`, and if max_resp_len is not the
+    longest completion."""
+    named = last_part(given)
+    manager = ""  # not given
+    for name, text in given.items():
+        if "reward_manager" in name:
+            manager = text
+            _check_manager(name, manager)
+    if "enable" not in named:
+        return {}, "a completion gets what the reward function returns"
+    switch = next(name for name in given if name.endswith(".enable"))
+    head = switch.removesuffix("enable")
+    if not to_bool(switch, named["enable"]):
+        return {"reward.overlong_buffer_tokens": "0"}, "no penalty on long completions"
+    if manager == "naive":
+        raise ShoalError(f"{switch}=true: expected reward_manager=dapo, which alone reads it")
+    for part in ("len", "penalty_factor"):
+        if part not in named:
+            raise ShoalError(f"{switch}=true needs {head}{part}")
+    limit = get("sampling.max_completion_tokens")
+    longest = to_int("max_resp_len", named.get("max_resp_len", str(limit)))
+    if longest != limit:
+        raise ShoalError(
+            f"max_resp_len={longest}: expected {limit} (data.max_response_length), since the "
+            "penalty is over the last tokens of the longest completion"
+        )
+    values = {
+        "reward.overlong_buffer_tokens": str(to_int(f"{head}len", named["len"])),
+        "reward.overlong_penalty": named["penalty_factor"],
+    }
+    return values, f"over the last {named['len']} of {limit} tokens"
+
+
+def _check_manager(name: str, manager: str) -> None:
+    """Raises ShoalError if a reward manager of verl is not one that Shoal follows. `name`: the
+    flag's."""
+    if manager not in ("naive", "dapo"):
+        raise ShoalError(f"{name}={manager}: expected naive or dapo; or give reward=FILE:FUNCTION")
+
+
+def verl_gen_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Checks verl's gen_batch_size, the prompts that are sampled at a time. Sets nothing: with
+    dynamic sampling it is a setting of speed. ShoalError if there is none and it is not the prompts
+    of a step, because verl then trains on all of them. 1 is what fully_async_policy requires."""
+    name, text = last_of(given)
+    size = to_int(name, text)
+    prompts = _prompts_of_step(get)
+    if get("algorithm.dynamic_sampling"):
+        return {}, "a round of dynamic sampling asks for as many prompts as are likely to be needed"
+    if prompts is not None and size not in (1, prompts):
+        raise ShoalError(
+            f"{name}={text}: expected {prompts} (data.train_batch_size), or "
+            "algorithm.filter_groups.enable=true; without it verl trains on all prompts that are "
+            f"sampled, which is data.train_batch_size={text} here"
+        )
+    return {}, "the prompts of a step are asked for one by one"
+
+
+CHECKS: tuple[Rule, ...] = (verl_critic, verl_reward_manager, verl_gen_batch)
+"""The rules that check flags which set no key: each is called whatever sets the keys of its
+flags."""
 
 RULES: tuple[Rule, ...] = (
     maxtext_lengths,
@@ -933,6 +1077,8 @@ RULES: tuple[Rule, ...] = (
     maxtext_warmup,
     maxtext_schedule_length,
     trl_reward_model,
+    verl_reward_manager,
+    verl_gen_batch,
 )
 """All rules, in the order in which they are applied: each after the rules that set the keys which
 it reads."""

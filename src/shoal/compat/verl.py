@@ -62,13 +62,12 @@ _DTYPES: dict[str, KeyValues] = {
         ("fp32", "float32"),
     )
 }
-_FILTERS: dict[str, KeyValues] = {
-    "acc": {"algorithm.dynamic_sampling_by": "correct"},
-    **{
-        name: {"algorithm.dynamic_sampling_by": "reward"}
-        for name in ("score", "seq_reward", "seq_final_reward")
-    },
-}
+_OVERLONG = (
+    "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.overlong_buffer.",
+    "reward.overlong_buffer.",
+)
 _KL = "kl kl_clamp_input kl_clamp_value"
 
 FLAGS: list[Flag] = [
@@ -299,7 +298,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.epochs,
         "steps",
-        "passes over the training rows of local files or from Python; for other data set steps",
+        "passes over the training rows of local files or from Python, without prompts that are too "
+        "long and dropped; for other data set steps",
         _T + "total_epochs",
         low_priority=True,
     ),
@@ -397,12 +397,48 @@ FLAGS: list[Flag] = [
         for head in ("reward.", "")
         for part in ("path", "name")
     ],
+    *derived(
+        rules.verl_reward_manager,
+        "",
+        "naive, or dapo, whose overlong_buffer_cfg is a penalty on long completions",
+        "reward_manager.name",
+        "reward_model.reward_manager",
+        "reward.reward_manager.name",
+    ),
+    *derived(
+        rules.verl_reward_manager,
+        "reward.overlong_buffer_tokens",
+        "true: DAPO's penalty over the last len tokens; false: none",
+        *(f"{head}enable" for head in _OVERLONG),
+        is_switch=True,
+    ),
+    *derived(
+        rules.verl_reward_manager,
+        "reward.overlong_buffer_tokens",
+        "counts with enable=true",
+        *(f"{head}len" for head in _OVERLONG),
+    ),
+    *derived(
+        rules.verl_reward_manager,
+        "reward.overlong_penalty",
+        "counts with enable=true",
+        *(f"{head}penalty_factor" for head in _OVERLONG),
+    ),
+    *derived(
+        rules.verl_reward_manager,
+        "",
+        "the longest completion, for the penalty: data.max_response_length",
+        "reward_model.reward_kwargs.max_resp_len",
+        "reward.reward_kwargs.max_resp_len",
+    ),
+    *idle("the penalty is logged anyway: rewards/overlong", *(f"{head}log" for head in _OVERLONG)),
     Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
     reads(
         "algorithm.filter_groups.metric",
         "algorithm.dynamic_sampling_by",
-        flags.one_of(_FILTERS),
-        "acc: by correctness; else by the reward",
+        verl_readers.read_metric,
+        "acc: correct, which is the function's acc if it returns one; score; seq_reward and "
+        "seq_final_reward: reward; else the entry of that name that the function returns",
     ),
     reads(
         "algorithm.filter_groups.max_num_gen_batches",
@@ -433,7 +469,7 @@ FLAGS: list[Flag] = [
             is_switch=True,
         )
         for name, meaning in (
-            ("data.truncation", "error only: a prompt is never cut"),
+            ("data.truncation", "error, if long prompts are not filtered: a prompt is never cut"),
             ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"),
         )
     ],
@@ -490,7 +526,12 @@ FLAGS: list[Flag] = [
         "false",
         names="async_training.use_dynamic_resource_scheduling",
     ),
-    *only("prompts are asked for one by one", "1", names="data.gen_batch_size"),
+    *derived(
+        rules.verl_gen_batch,
+        "",
+        "speed with dynamic sampling; else it must be data.train_batch_size",
+        "data.gen_batch_size",
+    ),
     *only(
         "turns of equal states count as much as completions",
         "1.0",
@@ -567,10 +608,9 @@ FLAGS: list[Flag] = [
         is_mapping=True,
     ),
     *refused("set model.tokenizer", "data.tokenizer"),
-    *only(
-        "give reward=FILE:FUNCTION; reward.overlong_buffer_tokens is DAPO's penalty",
-        "naive",
-        names="reward_manager.name reward_model.reward_manager reward.reward_manager.name",
+    *refused(
+        "of a reward manager's arguments there are dapo's max_resp_len and overlong_buffer_cfg",
+        *(f"{head}reward_kwargs.*" for head in ("reward_model.", "reward.")),
     ),
     *refused(
         "bind the arguments in the function's file, BOUND = functools.partial(compute_score, "
@@ -723,14 +763,37 @@ FLAGS: list[Flag] = [
         ),
     ),
     *idle(
-        "only algorithm.adv_estimator=gae has a critic, whose epochs, mini-batches and optimizer "
-        "but for the learning rate are the policy's",
+        "the critic's micro-batches are the policy's: batch.micro_tokens",
         *_under(
             "critic.",
             """
-        strategy rollout_n ppo_* forward_* use_dynamic_bsz shuffle data_loader_seed
-        loss_scale_factor ulysses_sequence_parallel_size nccl_timeout
-        optim.* model.* checkpoint.* profiler.* fsdp.* engine.* megatron.*""",
+        ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu
+        ppo_infer_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu
+        forward_max_token_len_per_gpu use_dynamic_bsz""",
+        ),
+    ),
+    *idle(
+        "model.remat says for the policy and the critic what is computed again",
+        "critic.model.enable_gradient_checkpointing",
+        "critic.model.enable_activation_offload",
+    ),
+    *idle(
+        "padding is always removed: prompts and completions fill rows one after the other",
+        "critic.model.use_remove_padding",
+    ),
+    *idle(
+        "the critic is split over devices as the policy is: mesh.*",
+        *_under(
+            "critic.",
+            "strategy ulysses_sequence_parallel_size model.fsdp_config.* fsdp.* megatron.*",
+        ),
+    ),
+    *idle(
+        "the critic has the policy's tokenizer and shape; only algorithm.adv_estimator=gae has one",
+        *_under(
+            "critic.",
+            "rollout_n shuffle data_loader_seed loss_scale_factor nccl_timeout ppo_* forward_* "
+            "optim.* model.* checkpoint.* profiler.* engine.*",
         ),
     ),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),

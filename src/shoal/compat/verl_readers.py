@@ -296,14 +296,20 @@ def read_rejection(given: FlagTexts) -> KeyValues:
 
 def read_long_prompts(given: FlagTexts) -> KeyValues:
     """Converts what happens to prompts over the limit to sampling.long_prompts: with
-    filter_overlong_prompts they are dropped, else they are an error unless Shoal's own key is
-    given. ShoalError for a truncation other than `error`, because prompts are never truncated
-    here."""
-    name = "data.truncation"
-    _check_known(name, given.get(name, "error").strip("'"), ["error"])
+    filter_overlong_prompts they are dropped, whatever `truncation` says, else they are an error
+    unless Shoal's own key is given. ShoalError for another truncation than `error` where prompts
+    are not dropped, because they are never cut here."""
     name = "data.filter_overlong_prompts"
-    if to_bool(name, given.get(name, "false")):
+    drops = to_bool(name, given.get(name, "false"))
+    truncation = given.get("data.truncation", "error").strip("'")
+    _check_known("data.truncation", truncation, ["error", "left", "right", "middle"])
+    if drops:
         return {"sampling.long_prompts": "drop"}
+    if truncation != "error":
+        raise ShoalError(
+            f"data.truncation={truncation}: expected error, since a prompt is never cut; "
+            f"{name}=true drops those that are too long"
+        )
     return {"sampling.long_prompts": Yielding("error", to_all=True)}
 
 
@@ -434,3 +440,18 @@ def read_rounds(name: str, text: str) -> KeyValues:
     number = to_int(name, text, 0)
     beyond_first = max(1, number - 1) if number else 1000
     return {"algorithm.max_sampling_rounds": str(beyond_first)}
+
+
+_METRICS = {
+    # The reward function's `acc` where it returns one, else the task's own verdict.
+    "acc": "correct",
+    "seq_reward": "reward",
+    "seq_final_reward": "reward",
+}
+
+
+def read_metric(name: str, text: str) -> KeyValues:
+    """Converts filter_groups.metric, what must vary in a group, to algorithm.dynamic_sampling_by:
+    sums of rewards by their name here, any other entry of what the reward function returns by its
+    own."""
+    return {"algorithm.dynamic_sampling_by": _METRICS.get(text, text)}

@@ -4,6 +4,7 @@ hold between sections."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from shoal.config.key import at_least, key, require
@@ -311,6 +312,13 @@ class Config:
                 kind,
                 "none with model.dtype=float16, which overflows in products of 8 bits",
             )
+
+    @property
+    def critic_path(self) -> str:
+        """The checkpoint that the critic begins with; '' for the model's own weights, also if
+        `critic.path` names the model itself, as it often does in command lines of verl."""
+        is_model = Path(self.critic.path).resolve() == Path(self.model.path).resolve()
+        return "" if is_model else self.critic.path
 
     @property
     def shares_gpu(self) -> bool:

@@ -24,6 +24,16 @@ from shoal.tasks.generated import LazyRows
 from shoal.tasks.task import Task
 
 
+def up_to_answer(example: Example) -> Example:
+    """Returns an example whose prompt ends before the assistant's first turn; the example itself if
+    it has no such turn, or begins with one."""
+    messages = dialogue_messages(example)
+    for position, message in enumerate(messages):
+        if message["role"] == ASSISTANT:
+            return replace(example, prompt=messages[:position]) if position else example
+    return example
+
+
 def for_training(task: Task, config: Config) -> Task:
     """Returns the task as a training run uses it: without evaluation sets if `evaluate_every` is
     negative; if the data's answers are learned, with prompts that end before the assistant's first
@@ -32,14 +42,7 @@ def for_training(task: Task, config: Config) -> Task:
     held-out files of its report are dropped."""
 
     def example_of(row: int) -> Example:
-        """Returns training row `row` whose prompt ends before the assistant's first turn; the row
-        itself if it has no such turn, or begins with one."""
-        example = task.train[row]
-        messages = dialogue_messages(example)
-        for position, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
-                return replace(example, prompt=messages[:position]) if position else example
-        return example
+        return up_to_answer(task.train[row])
 
     changed = task
     if config.evaluate_every < 0:

@@ -61,6 +61,7 @@ def print_head(job: Job) -> None:
         f"tokens",
         "sampler": slots_text(config, roles, model.architecture),
         "price": price_text(config, roles.num_devices),
+        "critic": critic_text(config, model),
         "samples": staleness_text(config, roles.disaggregated or config.sampler.is_remote),
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
     }
@@ -107,6 +108,16 @@ def model_text(section: ModelSection, loaded: ModelSource, model: Model) -> str:
         if model.architecture.experts and not adapts_experts:
             text += f" (experts have none: name {', '.join(EXPERT_PRODUCTS)} in model.lora.targets)"
     return text
+
+
+def critic_text(config: Config, model: Model) -> str:
+    """Returns a text that says how a critic with layers of its own is trained in a run with an
+    adapter; '' if there is no such critic or no adapter."""
+    adapter = model.architecture.adapter
+    has_layers = config.algorithm.has_critic and not config.critic.shared
+    if not adapter or not has_layers:
+        return ""
+    return f"trained as the policy, by LoRA of rank {adapter.rank}; its head is trained whole"
 
 
 def reference_note(config: Config, model: Model) -> str:

@@ -645,8 +645,8 @@ class Job(StagedJob):
     @stage("critic", "critic.path", needs=("model_source",), commands=TRAIN_OR_DOCTOR)
     def critic_source(self) -> ModelSource | None:
         """Finds the model that the critic begins with and returns it like `model_source`, without
-        its weights; None if `critic.path` is not set."""
-        if not self.requested.critic.path:
+        its weights; None if it begins with the model's own."""
+        if not self.requested.critic_path:
             return None
         return find_critic(self.requested, self.model_source, self.console)
 

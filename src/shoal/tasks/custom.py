@@ -136,7 +136,7 @@ _GIVEN_DATA: ContextVar[tuple[Any, Any] | None] = ContextVar("given_data", defau
 
 @contextmanager
 def given_data(task: Any, held_out: Any) -> Iterator[None]:
-    """Context manager in which `num_given_rows` counts the training rows of `task`, if it is data
+    """Context manager in which `given_task` counts the training rows of `task`, if it is data
     from Python."""
     token = _GIVEN_DATA.set((task, held_out) if is_data(task) else None)
     try:
@@ -145,17 +145,16 @@ def given_data(task: Any, held_out: Any) -> Iterator[None]:
         _GIVEN_DATA.reset(token)
 
 
-def num_given_rows(num_questions: int) -> int | None:
-    """Returns the number of training rows of the data of `given_data`, without those that are held
-    out, of which `num_questions` (0: no limit) is the most; None if no data were given. ShoalError
-    for rows that cannot be used."""
+def given_task(num_questions: int) -> Task | None:
+    """Returns the data of `given_data` as a task, whose held-out rows are at most `num_questions`
+    (0: no limit); None if no data were given. ShoalError for rows that cannot be used."""
     given = _GIVEN_DATA.get()
     if given is None:
         return None
     data, held_out = given
-    if not isinstance(data, Task):
-        data = rows_task(data, held_out, num_questions=num_questions)
-    return len(data.train)
+    if isinstance(data, Task):
+        return data
+    return rows_task(data, held_out, num_questions=num_questions)
 
 
 def listed(task: Any, held_out: Any) -> tuple[Any, Any]:

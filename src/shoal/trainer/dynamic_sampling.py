@@ -3,15 +3,20 @@ to train on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
 from shoal.algorithm.advantage import has_variance
 from shoal.config.choices import advantage_of
 from shoal.config.sections.algorithm import AlgorithmSection
-from shoal.records import Group
+from shoal.records import Group, ShoalError
 from shoal.rewards.scores import weighted_sum
+
+ACCURACY = "acc"
+"""verl's name of what says whether an answer is right, beside a reward function's score."""
+COMPUTED = ("correct", "score", "reward")
+"""Values of `algorithm.dynamic_sampling_by` that name no number which a reward function logged."""
 
 MOST_AHEAD = 3
 """Before any group of a step is known, at most so many times the step's groups are requested."""
@@ -65,16 +70,25 @@ def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
     """True if dynamic sampling keeps the group, because its completions differ in what
     `dynamic_sampling_by` names.
 
-    With "correct" that is the task's verdict of right or wrong; if there is no verdict, the reward
-    without the function called `penalty`. Otherwise it is the whole reward. If the advantage
-    normalises each reward function separately, a difference in a single function that has a weight
-    is enough.
+    correct: the `acc` that a reward function logged; without one the task's verdict of right or
+    wrong; without that, as `score`.
+    score: the reward without the function called `penalty`.
+    reward: the whole reward.
+    Any other name: the number that a reward function logged under it. ShoalError if the group has
+    none, or if it is no number.
+
+    If the advantage normalises each reward function separately, a difference in a single function
+    that has a weight is enough for `score` and `reward`.
     """
-    left_out = ""
-    if a.dynamic_sampling_by == "correct":
-        if group.correct is not None:
-            return has_variance(group.valid, group.correct[None].astype(float))
-        left_out = penalty
+    by = a.dynamic_sampling_by
+    has_accuracy = any(value is not None for value in group.extra.get(ACCURACY, ()))
+    if by == "correct" and has_accuracy:
+        by = ACCURACY
+    if by == "correct" and group.correct is not None:
+        return has_variance(group.valid, group.correct[None].astype(float))
+    if by not in COMPUTED:
+        return has_variance(group.valid, _logged_numbers(group, by)[None])
+    left_out = "" if by == "reward" else penalty
     weights = []
     rows = []
     for name, component in group.reward_components.items():
@@ -90,3 +104,33 @@ def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
             if weight:
                 compared.append(of_function)
     return has_variance(group.valid, np.stack(compared))
+
+
+def check_logged(by: str, logged: Collection[str]) -> None:
+    """Raises ShoalError if `by`, a value of `algorithm.dynamic_sampling_by`, names a number that is
+    not among those that reward functions logged."""
+    if by not in COMPUTED and by not in logged:
+        raise ShoalError(
+            f"algorithm.dynamic_sampling_by={by}: no reward function gives a number of that name "
+            f"(given: {', '.join(logged) or 'none'}); let one return it in its dict with `score` "
+            f"(verl) or pass it to log_extra (TRL), or set one of {', '.join(COMPUTED)}",
+            "algorithm.dynamic_sampling_by",
+        )
+
+
+def _logged_numbers(group: Group, name: str) -> np.ndarray:
+    """Returns the numbers that a reward function logged under a name, float64[G]; NaN where it
+    logged none. ShoalError if the group has no such column, or if an entry is no number."""
+    check_logged(name, group.extra)
+    numbers = np.full(len(group.rewards), np.nan)
+    for index, value in enumerate(group.extra[name]):
+        if value is None:
+            continue
+        if not isinstance(value, int | float):
+            raise ShoalError(
+                f"algorithm.dynamic_sampling_by={name}: a reward function logged {value!r:.60} as "
+                f"{name}, which is no number",
+                "algorithm.dynamic_sampling_by",
+            )
+        numbers[index] = value
+    return numbers

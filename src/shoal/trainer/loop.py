@@ -414,9 +414,8 @@ class Run:
 
     def is_useful(self, group: Group) -> bool:
         """True if dynamic sampling keeps the group, because its completions differ in what
-        `algorithm.dynamic_sampling_by` names: the verdict of right or wrong, or the reward. If the
-        advantage normalises each reward function by itself, a difference in one function is
-        enough."""
+        `algorithm.dynamic_sampling_by` names: the verdict of right or wrong, the reward, or a
+        number that a reward function logged."""
         # "" leaves no reward function out
         penalty = PENALTY if self.config.reward.overlong_buffer_tokens else ""
         return dynamic_sampling.has_signal(group, self.config.algorithm, penalty)

@@ -168,10 +168,11 @@ class AlgorithmSection:
     dynamic_sampling: bool = key(False, stages=("data", "sampling"))
     """DAPO's dynamic sampling: replace groups without variance by further groups until the step is
     full."""
-    dynamic_sampling_by: Literal["correct", "reward"] = key("correct", stages=("data", "sampling"))
+    dynamic_sampling_by: str = key("correct", stages=("data", "sampling"))
     """What must vary within a group for it to be kept. correct: the task's own check of its
-    completions (the paper: some right, some wrong), or without such a check the reward minus the
-    overlong penalty; reward: the whole reward."""
+    completions (the paper: some right, some wrong), or the `acc` that a reward function logs beside
+    its score (verl), or without both the score; score: the reward minus the overlong penalty;
+    reward: the whole reward; any other name: the number that a reward function logs under it."""
     max_sampling_rounds: int = key(10, stages=("data", "sampling"))
     """Largest number of replacement rounds in a step; groups without variance fill the remaining
     places."""

@@ -135,6 +135,22 @@ def test_the_update_holds_one_gradient():
     assert memory.temp_size_in_bytes < 0.8 * gradient < memory.alias_size_in_bytes
 
 
+def test_adamw_writes_over_what_it_reads():
+    """One array beside those that are held, the clipped gradient: neither gradient nor moments are
+    copied before new ones are written over them."""
+    model = Model(SMALL, roles().trainer, jnp.float32)
+    learner = Learner(model, ON_POLICY, OptimizerSection(), num_updates=10)
+    state = learner.shapes()
+    loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=model.role.replicated)
+    lowered = learner.programs["apply"].lower(
+        loss, state.trainable, state.updates, gradient=state.trainable, moments=state.optimizer
+    )
+    memory = lowered.compile().memory_analysis()
+    gradient = 4 * WEIGHTS
+    assert memory.temp_size_in_bytes < 1.1 * gradient
+    assert memory.alias_size_in_bytes >= 3 * gradient
+
+
 def test_in_bfloat16_a_mesh_gives_the_gradient_of_one_device():
     """Both types of reduction, the head's products by parts of the rows included."""
     groups = random_groups(QWEN3, 8, 2, 9, 12)

@@ -85,7 +85,8 @@ def make_optimizer(
     parameters: weight decay applies where it is True. `seed` is for the random rounding of
     `optimizer.moments=bfloat16`, whose update needs the extra argument `number`, the update's
     number. An update of only some parameters needs the extra argument `norm`, the norm of the whole
-    gradient; an update of one layer also `layer`, its number.
+    gradient; an update of one layer also `layer`, its number. With the extra argument `finite`
+    False an update leaves the moments as they are.
     """
     # A part that is left out has no state, so whether a setting is 0 is part of a checkpoint's
     # layout.
@@ -93,13 +94,11 @@ def make_optimizer(
     # 0: no clipping
     if section.clip_grad_norm:
         parts.append(clip_by_norm(section.clip_grad_norm))
-    adamw = optax.adamw(
-        rate,
-        section.beta1,
-        section.beta2,
-        section.eps,
-        weight_decay=section.weight_decay,
-        mask=weight_decay,
+    # The parts of `optax.adamw`, and like there a chain of their own.
+    adamw = optax.chain(
+        scale_by_adam(section.beta1, section.beta2, section.eps),
+        optax.add_decayed_weights(section.weight_decay, weight_decay),
+        optax.scale_by_learning_rate(rate),
     )
     parts.append(adamw)
     optimizer = optax.with_extra_args_support(optax.chain(*parts))
@@ -127,6 +126,43 @@ def clip_by_norm(most: float) -> optax.GradientTransformationExtraArgs:
         return jax.tree.map(clip, gradient), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)  # pyright: ignore
+
+
+def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+    """Returns `optax.scale_by_adam` (Kingma and Ba 2015, arXiv 1412.6980), with a state of the same
+    form, which an update leaves as it is if its extra argument `finite` is False.
+
+    The result is computed from the moments that are returned. Were they chosen outside of the
+    update, it would be computed from others, and XLA for CPU would first copy the gradient and the
+    moments, over which it writes."""
+    adam = optax.scale_by_adam(beta1, beta2, eps)
+
+    def update(
+        gradient: Any,
+        state: optax.ScaleByAdamState,
+        parameters: Any = None,
+        *,
+        finite: jax.Array | bool = True,
+        **_: Any,
+    ) -> tuple[Any, optax.ScaleByAdamState]:
+        """Updates the moments. Returns (the direction in which parameters fall, the new
+        state)."""
+        _, new_state = adam.update(gradient, state)
+
+        def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(finite, new, old)
+
+        kept: optax.ScaleByAdamState = jax.tree.map(keep, new_state, state)
+        count = optax.safe_increment(state.count)
+        mean = optax.tree.bias_correction(kept.mu, beta1, count)
+        variance = optax.tree.bias_correction(kept.nu, beta2, count)
+
+        def step(mean: jax.Array, variance: jax.Array) -> jax.Array:
+            return mean / (jnp.sqrt(variance) + eps)
+
+        return jax.tree.map(step, mean, variance), kept
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)  # pyright: ignore
 
 
 def rounded(

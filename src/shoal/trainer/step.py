@@ -537,6 +537,14 @@ def _apply(
         """Returns `new`, or `old` if the gradient is not finite."""
         return jnp.where(finite, new, old)
 
+    def keep_counter(new: Any, old: Any) -> Any:
+        """Returns what `keep` does for a counter of the optimizer, and moments as they are."""
+        return new if _is_part(new) else keep(new, old)
+
+    # The norm of the whole gradient, by which all of it is clipped; 0 like the gradient that takes
+    # the place of one that is not finite.
+    safe_norm = jnp.where(finite, norm, 0.0)
+
     def change(gradient: Any, moments: Any, parameters: Any, **more: Any) -> tuple[Any, Any]:
         """Returns (parameters, moments) after one optimizer update; both unchanged if the gradient
         is not finite. The arguments may be all parameters, or those of one layer; offloaded moments
@@ -544,20 +552,19 @@ def _apply(
         if offloads:
             moments = _moved(moments, jax.memory.Space.Device)
         # A gradient that is not finite is replaced by zeros, to keep NaN out of the optimizer; the
-        # result is then dropped.
+        # result is then dropped: that of moments by the optimizer itself (`scale_by_adam`).
         safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), gradient)
-        step, new_moments = optimizer.update(safe, moments, parameters, number=updates, **more)
-        new_moments = jax.tree.map(keep, new_moments, moments)
+        step, new_moments = optimizer.update(
+            safe, moments, parameters, norm=safe_norm, number=updates, finite=finite, **more
+        )
+        new_moments = jax.tree.map(keep_counter, new_moments, moments, is_leaf=_is_part)
         new_parameters = jax.tree.map(keep, optax.apply_updates(parameters, step), parameters)
         if offloads:
             new_moments = _moved(new_moments, jax.memory.Space.Host)
         return new_parameters, new_moments
 
     if by_layer:
-        # The norm of the whole gradient, by which each layer is clipped; 0 like the gradient that
-        # takes the place of one that is not finite.
-        change_layer = partial(change, norm=jnp.where(finite, norm, 0.0))
-        new_trainable, new_moments = _change_by_layer(change_layer, gradient, moments, trainable)
+        new_trainable, new_moments = _change_by_layer(change, gradient, moments, trainable)
     else:
         new_trainable, new_moments = change(gradient, moments, trainable)
     # a skipped update is not counted

@@ -371,6 +371,9 @@ def _by_group(
 MIN_BLOCK = 8
 MAX_BLOCK = 128
 MAX_MIXED_BLOCK = 512
+MIN_BATCHED = 2
+"""The least mean number of an expert's rows with which the first blocks of all experts are one
+product: it reads all experts, and with fewer rows many have none."""
 
 
 def block_sizes(num_assignments: int, num_experts: int, mixed: bool) -> tuple[int, ...]:
@@ -453,6 +456,21 @@ def _in_blocks(
     return _rows_of(assignments.reshape(-1), experts.shape), tuple(blocks)
 
 
+def _first_blocks(blocks: Blocks, num_experts: int, num_rows: int) -> tuple[jax.Array, Blocks]:
+    """Returns (the first row of the first block of each expert, int32[E], `num_rows` where it has
+    none; all other blocks)."""
+    is_used = jnp.arange(len(blocks.experts)) < blocks.count
+    is_after_another = blocks.experts == jnp.roll(blocks.experts, 1)
+    is_first = is_used & ~is_after_another.at[0].set(False)
+    starts = jnp.full(num_experts, num_rows, jnp.int32)
+    expert = jnp.where(is_first, blocks.experts, num_experts)
+    starts = starts.at[expert].set(blocks.starts.astype(jnp.int32), mode="drop")
+    is_other = is_used & ~is_first
+    order = jnp.argsort(~is_other, stable=True)
+    others = Blocks(blocks.experts[order], blocks.starts[order], is_other.sum(), blocks.size)
+    return starts, others
+
+
 def _numbered_by_expert(counts: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
     """Returns the experts of blocks, of which counts[0] are of expert 0, the next counts[1] of
     expert 1, and so on: (the expert of each of the first `length` blocks, the block's number among
@@ -521,18 +539,27 @@ def _forward_by_blocks(
     kernels: Kernels,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Returns (out[T, D], (rows, blocks, the products of gate and up, both [M, F])); the products
-    are () if `keep` is false."""
-    rows, all_blocks = _in_blocks(experts, _num_experts(kernels), mixed)
+    are () if `keep` is false.
 
-    def compute(number: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
-        """Computes a block: its results, and the products of gate and up if `keep`."""
-        gate, up, down = _entry(kernels, blocks.experts[number])
-        assignments = _rows_at(rows.assignments, blocks.starts[number], blocks.size)
+    Where the experts have few rows, as in decoding, the first block of each is in one batched
+    product over all experts, which unlike the loop copies no matrices; its rows have the bits that
+    they have in the loop. Where they have many, the loop is faster."""
+    num_experts = _num_experts(kernels)
+    rows, all_blocks = _in_blocks(experts, num_experts, mixed)
+
+    def of_expert(kernels: Kernels, assignments: jax.Array) -> tuple[jax.Array, ...]:
+        """Computes rows of one expert, whose kernels are given: their results, and the products of
+        gate and up if `keep`."""
+        gate, up, down = kernels
         tokens = _at(x, assignments // experts.shape[1])
         products = linear(gate, tokens), linear(up, tokens)
         factors = _at(weights.reshape(-1), assignments)
         results = weighted_linear(down, activation(*products), factors)
         return (results, *products) if keep else (results,)
+
+    def compute(number: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
+        assignments = _rows_at(rows.assignments, blocks.starts[number], blocks.size)
+        return of_expert(_entry(kernels, blocks.experts[number]), assignments)
 
     def step(number: jax.Array, arrays: tuple[jax.Array, ...], blocks: Blocks) -> tuple:
         return _with_rows(arrays, compute(number, blocks), blocks.starts[number])
@@ -541,7 +568,17 @@ def _forward_by_blocks(
     for of_block in jax.eval_shape(partial(compute, blocks=all_blocks[0]), jnp.int32(0)):
         arrays.append(jnp.zeros((rows.assignments.size, *of_block.shape[1:]), of_block.dtype))
     arrays = tuple(arrays)
-    for blocks in all_blocks:
+    in_loop = all_blocks
+    if not mixed and MIN_BATCHED <= experts.size / num_experts <= all_blocks[0].size:
+        starts, others = _first_blocks(all_blocks[0], num_experts, rows.assignments.size)
+        row_numbers = starts[:, None] + jnp.arange(others.size)  # [E, rows of a block]
+        assignments = rows.assignments.at[row_numbers].get(mode="fill", fill_value=experts.size)
+        of_first = jax.vmap(of_expert)(kernels, assignments)
+        arrays = jax.tree.map(
+            lambda array, part: array.at[row_numbers].set(part, mode="drop"), arrays, of_first
+        )
+        in_loop = (others,)
+    for blocks in in_loop:
         arrays = jax.lax.fori_loop(0, blocks.count, partial(step, blocks=blocks), arrays)
     results, *products = arrays
     return _summed_by_token(results, rows), (rows, all_blocks, tuple(products))

@@ -543,6 +543,37 @@ def test_a_tokens_bits_do_not_depend_on_the_other_tokens(form: Form, dtype: Any,
     assert len(results) == 1
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_in_decoding_the_first_blocks_are_one_product_with_the_bits_of_the_loop(
+    dtype: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Some experts have more rows than one block, and one has none."""
+    count, k, hidden, inner = 16, 2, 24, 40
+    kernels = (
+        jnp.asarray(random_arrays(10, EXPERTS, hidden, inner), dtype),
+        jnp.asarray(random_arrays(20, EXPERTS, hidden, inner), dtype),
+        jnp.asarray(random_arrays(30, EXPERTS, inner, hidden), dtype),
+    )
+    x = jnp.asarray(random_arrays(0, count, hidden), dtype)
+    logits = random_arrays(1, count, EXPERTS)
+    logits[:, 0] += 2
+    logits[:, 1] -= 100
+
+    def function(x: jax.Array, logits: jax.Array) -> jax.Array:
+        experts, weights = route(logits, k, True)
+        return experts_product(x, experts, weights, kernels, form="blocks")
+
+    found = []
+    for least in (2, 1000):
+        monkeypatch.setattr(experts_module, "MIN_BATCHED", least)
+        text = str(jax.make_jaxpr(partial(function))(x, logits))
+        assert text.count("dot_general") == (6 if least == 2 else 3)
+        found.append(np.asarray(jax.jit(partial(function))(x, logits)))
+    assert (found[0] == found[1]).all()
+    counts = np.bincount(np.asarray(route(logits, k, True)[0]).reshape(-1), minlength=EXPERTS)
+    assert counts.max() > 8 and counts[1] == 0
+
+
 def test_what_is_kept_under_dots_spares_the_products_of_gate_and_up():
     """The backward pass of a checkpointed layer runs one loop, which is the gradient's."""
     x = jnp.asarray(random_arrays(0, TOKENS, HIDDEN))

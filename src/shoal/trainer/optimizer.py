@@ -147,12 +147,12 @@ def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTrans
     ) -> tuple[Any, optax.ScaleByAdamState]:
         """Updates the moments. Returns (the direction in which parameters fall, the new
         state)."""
-        _, new_state = adam.update(gradient, state)
+        new_state = adam.update(gradient, state)[1]
 
         def keep(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(finite, new, old)
 
-        kept: optax.ScaleByAdamState = jax.tree.map(keep, new_state, state)
+        kept: Any = jax.tree.map(keep, new_state, state)
         count = optax.safe_increment(state.count)
         mean = optax.tree.bias_correction(kept.mu, beta1, count)
         variance = optax.tree.bias_correction(kept.nu, beta2, count)

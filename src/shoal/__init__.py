@@ -100,7 +100,8 @@ def train(
     datasets; a `shoal.Task`. `held_out`: rows to evaluate on, which are not trained on, or "train"
     to evaluate on the training rows; by default the last rows of the data are held out.
     `train_dataset` and `eval_dataset`, TRL's names, mean the same. Of TRL's other objects
-    `peft_config` and `args` are read, a LoraConfig and a GRPOConfig (docs/flags-trl.md).
+    `peft_config` and `args` are read, a LoraConfig and a GRPOConfig (docs/flags-trl.md); with a
+    GRPOConfig all else has TRL's defaults, unless `recipe` is given (None: Shoal's).
     `correct(text, example)`: whether a completion solves its example; without it there is no
     accuracy, only the mean reward. `reward`: a function or several, `f(prompts, completions,
     completion_ids, **columns) -> list of numbers`. `tools`, `environment`, `rollout`: functions
@@ -109,13 +110,14 @@ def train(
     (`optimizer={"lr": 1e-5}`), dotted (`**{"optimizer.lr": 1e-5}`) or with two underscores
     (`optimizer__lr=1e-5`). A key whose value is None counts as not given."""
     from shoal.commands.train import train as run
-    from shoal.compat.trl_objects import without_objects
+    from shoal.compat.trl_objects import note_on_recipe, without_objects
     from shoal.job.cache import cache_by_configuration
     from shoal.job.process import open_console
     from shoal.job.resume import from_overrides_on_run
     from shoal.runs.result import Result
     from shoal.tasks.custom import given_data, listed
 
+    notes = note_on_recipe(overrides)
     overrides = without_objects(overrides)
     task = _by_either_name("task", task, "train_dataset", train_dataset)
     held_out = _by_either_name("held_out", held_out, "eval_dataset", eval_dataset)
@@ -123,6 +125,7 @@ def train(
     task, held_out = listed(task, held_out)
     with given_data(task, held_out):  # num_train_epochs counts its rows
         config, resolved, functions = from_overrides_on_run(named)
+    resolved = replace(resolved, notes=(*notes, *resolved.notes))
     config = _with_functions_named(config, functions)
     with _in_their_names(resolved):
         data = _task_of_data(task, held_out, correct, config, functions)
@@ -213,6 +216,13 @@ def _by_either_name(name: str, given: Any, trl_name: str, rows: Any) -> Any:
         return given
     if given is not None:
         raise ShoalError(f"{trl_name} and {name} are two names of one thing: give one of them")
+    if isinstance(rows, Mapping) and "prompt" not in rows and "messages" not in rows:
+        raise ShoalError(
+            f"{trl_name} is a dict of {', '.join(map(str, rows)) or 'nothing'}: expected one data "
+            "set, or columns with `prompt` or `messages` among them. Of several data sets give one "
+            "here; shoal.evaluate(model=RUN, eval_dataset=..., reward=f) evaluates the run on "
+            "another"
+        )
     if not is_data(rows):
         raise ShoalError(
             f"{trl_name}={rows!r}: expected rows, a list of dicts or a table; a data set by name "

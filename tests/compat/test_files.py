@@ -396,13 +396,15 @@ def test_an_error_names_the_files_line(tmp_path):
         ShoalError, match=r"sampling.top_p=2.0: expected .* \(sampling.top_p: mine.yml:3\)"
     ):
         compose("train", [str(file)])
-    file.write_text("stpes: 3\nnum_generations: x\nuse_vllm: true\nseed: 1\nseed2: 1\n")
+    file.write_text(
+        "stpes: 3\nnum_generations: x\nvllm_importance_sampling_mode: odd\nseed: 1\nseed2: 1\n"
+    )
     with pytest.raises(ShoalError) as caught:
         compose("train", [str(file)])
     for part in (
         "mine.yml:1: stpes",
         "batch.group_size: mine.yml:2",
-        "mine.yml:3: use_vllm=true",
+        "mine.yml:3: vllm_importance_sampling_mode=odd",
         "mine.yml:5: seed2",
     ):
         assert part in str(caught.value)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any, ClassVar
@@ -13,6 +15,7 @@ import pytest
 import shoal
 from shoal.compat.front import in_their_names
 from shoal.compat.trl_objects import without_objects
+from shoal.config.commands import EvalConfig
 from shoal.config.merge import compose
 from shoal.job.resume import from_overrides_on_run
 
@@ -129,9 +132,9 @@ def test_a_field_that_an_adapter_does_not_have_is_named(fields, named):
 
 def test_of_a_grpo_config_the_changed_fields_count():
     fields = without_objects({"args": GRPOConfig(learning_rate=3e-6, max_steps=7)})
-    assert fields == {"learning_rate": 3e-6, "max_steps": 7}
+    assert fields == {"learning_rate": 3e-6, "max_steps": 7, "recipe": "trl"}
     fields = without_objects({"args": GRPOConfig(bf16=False, gradient_accumulation_steps=4)})
-    assert fields == {"bf16": False, "gradient_accumulation_steps": 4}
+    assert fields == {"bf16": False, "gradient_accumulation_steps": 4, "recipe": "trl"}
     config, _ = resolved_of(args=GRPOConfig(max_steps=7), max_steps=9)
     assert config.steps == 9
     assert without_objects({"args": None, "steps": 3}) == {"steps": 3}
@@ -143,8 +146,60 @@ def test_a_grpo_config_that_needs_a_gpu_by_default_is_read_without_one(monkeypat
     monkeypatch.setattr(GRPOConfig, "has_gpu", False)
     given = GRPOConfig(max_steps=7, bf16=False, lr_scheduler_type="cosine")
     fields = without_objects({"args": given})
+    assert fields.pop("recipe") == "trl"
     assert fields == {"max_steps": 7, "bf16": False, "lr_scheduler_type": "cosine"}
-    assert without_objects({"args": GRPOConfig(bf16=False)}) == {"bf16": False}
+    own = {"args": GRPOConfig(bf16=False), "recipe": None}
+    assert without_objects(own) == {"bf16": False, "recipe": None}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "recipe", "kl_coef"),
+    [
+        ({}, "trl", 0.0),
+        ({"recipe": "trl"}, "trl", 0.0),
+        ({"recipe": None}, "", 0.04),
+        ({"recipe": ""}, "", 0.04),
+        ({"recipe": "verl"}, "verl", 0.0),
+        ({"beta": 0.1}, "trl", 0.1),
+        ({"config_name": "custom"}, "", 0.04),
+    ],
+)
+def test_a_grpo_config_has_trls_defaults(monkeypatch, keywords, recipe, kl_coef):
+    made = []
+
+    def train(config, functions, console, task, recipe):
+        made.append(config)
+        raise shoal.ShoalError("enough")
+
+    monkeypatch.setattr("shoal.commands.train.train", train)
+    said = io.StringIO()
+    with redirect_stdout(said), pytest.raises(shoal.ShoalError, match="enough"):
+        shoal.train(
+            args=GRPOConfig(max_steps=7, learning_rate=1e-6, lr_scheduler_type="linear"),
+            train_dataset=PROMPTS,
+            reward_funcs=[ones],
+            **keywords,
+        )
+    [config] = made
+    assert config.recipe == recipe and config.algorithm.kl_coef == kl_coef
+    assert config.optimizer.lr == 1e-6
+    schedule = "linear" if recipe == "trl" else shoal_schedule(recipe)
+    assert config.optimizer.schedule == schedule
+    is_implied = "recipe" not in keywords and "config_name" not in keywords
+    assert ("args=GRPOConfig means recipe=trl" in said.getvalue()) == is_implied
+
+
+def shoal_schedule(recipe):
+    words = ["task=custom", *([f"recipe={recipe}"] if recipe else [])]
+    return compose("train", words)[0].optimizer.schedule
+
+
+def test_a_grpo_config_beside_a_run_to_resume_does_not_replace_the_runs_values():
+    for name in ("resume", "resume_from_checkpoint"):
+        assert "recipe" not in without_objects({"args": GRPOConfig(), name: "outputs/run"})
+    assert "recipe" in without_objects({"args": GRPOConfig(), "resume_from_checkpoint": False})
+    assert "recipe" not in without_objects({"args": {"max_steps": 7}})
+    assert "recipe" not in without_objects({"args": GRPOConfig()}, EvalConfig)
 
 
 def test_objects_that_are_not_used_are_named_by_their_classes():
@@ -193,9 +248,59 @@ def test_trls_recipe_has_its_epochs_and_no_evaluation(tmp_path):
     rows.write_text("".join(f'{{"prompt": "{number}", "answer": "1"}}\n' for number in range(50)))
     words = ["recipe=trl", "task=custom", f"task.path={rows}"]
     config, _ = compose("train", words)
-    assert config.steps == 3 * 45  # a tenth of the rows is held out; one prompt a step
+    assert config.steps == 3 * 50  # no row is held out; one prompt a step
     assert config.train.evaluate_every == -1
     assert compose("train", [*words, "max_steps=7", "eval_steps=2"])[0].steps == 7
+
+
+@pytest.mark.parametrize(
+    ("recipe", "typed", "evaluate_every", "checkpoint_every"),
+    [
+        # Five rows a step: an epoch of 50 rows has 10 steps, of 45 it has 9.
+        ("recipe=trl", "eval_strategy=epoch", 10, 500),
+        ("recipe=trl", "eval_strategy=epoch num_iterations=2", 10, 500),
+        ("recipe=trl", "eval_strategy=steps", 10, 500),  # TRL's logging_steps
+        ("recipe=trl", "eval_strategy=steps num_iterations=2", 5, 500),
+        ("recipe=trl", "eval_strategy=steps eval_steps=3", 3, 500),
+        ("recipe=trl", "eval_strategy=no eval_steps=3", -1, 500),
+        ("recipe=trl", "save_strategy=epoch", -1, 10),
+        ("recipe=trl", "save_strategy=epoch eval_strategy=epoch", 10, 10),
+        ("recipe=trl", "save_strategy=no save_steps=7", -1, 0),
+        ("recipe=trl", "save_strategy=steps save_steps=7", -1, 7),
+        ("recipe=trl", "save_strategy=best", -1, 500),
+        ("", "eval_strategy=epoch save_strategy=epoch", 9, 9),
+        ("", "eval_strategy=epoch train.evaluate_every=4", 4, 10),
+        ("", "eval_strategy=steps", 50, 10),
+    ],
+)
+def test_strategies_say_when_a_run_evaluates_and_saves(
+    tmp_path, recipe, typed, evaluate_every, checkpoint_every
+):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(50)))
+    words = [*recipe.split(), "task=custom", f"task.path={rows}", "batch.prompts_per_step=5"]
+    config, _ = compose("train", [*words, *typed.split()])
+    assert config.train.evaluate_every == evaluate_every
+    assert config.checkpoint.every == checkpoint_every
+
+
+def test_an_epoch_whose_rows_are_not_here_is_said():
+    config, resolved = compose("train", ["recipe=trl", "dataset_name=me/x", "eval_strategy=epoch"])
+    assert config.train.evaluate_every == 0  # before the first step and after the last
+    [line] = [line for line in resolved.start_lines if "eval_strategy" in line]
+    assert "known only when the data is read; eval_strategy=steps with eval_steps" in line
+    with pytest.raises(shoal.ShoalError, match="save_strategy=often: expected one of no, false"):
+        compose("train", ["save_strategy=often"])
+    with pytest.raises(shoal.ShoalError, match="eval_strategy=best: expected one of no, false"):
+        compose("train", ["eval_strategy=best"])
+
+
+def test_an_epoch_on_a_number_of_devices_that_is_open_is_refused(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(50)))
+    words = ["task=custom", f"task.path={rows}", "per_device_train_batch_size=8", "mesh.fsdp=-1"]
+    with pytest.raises(shoal.ShoalError, match="eval_strategy=epoch needs the number of devices"):
+        compose("train", [*words, "eval_strategy=epoch"])
 
 
 @dataclass
@@ -206,6 +311,7 @@ class EpochsConfig(GRPOConfig):
 
 
 PROMPTS = [{"prompt": str(number)} for number in range(50)]
+SAME_PROMPTS = [{"prompt": "1"}] * 50
 
 
 def numbers(count):
@@ -216,16 +322,18 @@ def numbers(count):
 @pytest.mark.parametrize(
     ("keywords", "steps"),
     [
-        # A tenth of the rows is held out; the recipe has one prompt a step.
-        ({"recipe": "trl", "train_dataset": PROMPTS}, 3 * 45),
-        ({"recipe": "trl", "train_dataset": numbers(50), "num_train_epochs": 2}, 2 * 45),
+        # No row is held out; the recipe has one prompt a step.
+        ({"recipe": "trl", "train_dataset": PROMPTS}, 3 * 50),
+        ({"recipe": "trl", "train_dataset": SAME_PROMPTS}, 3 * 50),
+        ({"recipe": "trl", "train_dataset": numbers(50), "num_train_epochs": 2}, 2 * 50),
         ({"recipe": "trl", "train_dataset": PROMPTS, "eval_dataset": PROMPTS[:10]}, 3 * 40),
         ({"recipe": "trl", "train_dataset": PROMPTS, "max_steps": 7}, 7),
         ({"recipe": "trl", "task": "words"}, 40),
-        ({"args": EpochsConfig(), "train_dataset": PROMPTS, "batch__prompts_per_step": 5}, 3 * 9),
+        ({"args": EpochsConfig(), "train_dataset": PROMPTS, "batch__prompts_per_step": 5}, 3 * 10),
         ({"args": EpochsConfig(max_steps=7), "train_dataset": PROMPTS}, 7),
         ({"args": EpochsConfig(), "train_dataset": PROMPTS, "steps": 8}, 8),
-        ({"args": GRPOConfig(), "train_dataset": PROMPTS}, None),
+        ({"args": GRPOConfig(), "train_dataset": PROMPTS}, 3 * 50),
+        ({"args": GRPOConfig(), "recipe": None, "train_dataset": PROMPTS}, None),
     ],
 )
 def test_a_run_on_rows_from_python_has_trls_epochs(monkeypatch, tmp_path, keywords, steps):
@@ -243,7 +351,8 @@ def test_a_run_on_rows_from_python_has_trls_epochs(monkeypatch, tmp_path, keywor
         steps = compose("train", ["task=custom"])[0].steps
     assert config.steps == steps
     if task is not None:
-        assert len(task.train) == (40 if "eval_dataset" in keywords else 45)
+        num_rows = 50 if config.recipe else 45
+        assert len(task.train) == (40 if "eval_dataset" in keywords else num_rows)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +393,58 @@ def test_an_evaluation_has_trls_names(monkeypatch, keywords, task, held_out):
     assert functions == (ones,) and config.sampling.max_completion_tokens == 7
     with pytest.raises(shoal.ShoalError, match="two names of one thing"):
         shoal.evaluate(task=PROMPTS, train_dataset=PROMPTS, reward=ones)
+
+
+def play(prompts, trainer):
+    return None
+
+
+class Game:
+    def reset(self, **columns):
+        return None
+
+
+def test_a_rollout_function_and_environments_have_trls_names():
+    config, _ = resolved_of(rollout_func=play)
+    assert config.environment.rollout == "python:play" and config.turns == "environments"
+    assert resolved_of(environment_factory=Game)[0].environment.factory == "python:Game"
+    with pytest.raises(shoal.ShoalError, match=r"environment\.rollout"):
+        resolved_of(rollout_func=play, tools=[ones])
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_a_dict_of_data_sets_is_refused(name):
+    keywords = {"train_dataset": PROMPTS, "reward_funcs": [ones]}
+    for given in ({"a": PROMPTS, "b": PROMPTS}, {}):
+        with pytest.raises(shoal.ShoalError, match=f"{name} is a dict of .*expected one data set"):
+            shoal.train(**{**keywords, name: given})
+
+
+def test_resume_off_says_that_a_run_name_goes_on():
+    _, resolved = resolved_of(resume_from_checkpoint=False, run_name="first", output_dir="out")
+    [line] = [line for line in resolved.start_lines if "resume_from" in line]
+    assert line == (
+        "resume_from_checkpoint=False changes nothing here: if out has a run of the name first, "
+        "that run goes on where it was; another run_name begins a new one"
+    )
+    _, resolved = resolved_of(resume_from_checkpoint=False)
+    assert "a run without a run_name always begins anew" in resolved.start_lines[-1]
+    assert resolved_of(resume_from_checkpoint=None)[1].start_lines == []
+
+
+def test_vllm_on_the_trainers_devices_is_the_model_itself():
+    _, resolved = resolved_of(use_vllm=True, vllm_mode="colocate")
+    assert resolved.start_lines[1:] == [
+        "use_vllm=True, vllm_mode=colocate changes nothing here: with vllm_mode=server the sampler "
+        "is `vllm serve`, with the calls that load weights; else the model itself, on the "
+        "trainer's devices"
+    ]
+
+
+def test_an_evaluation_without_rows_is_refused(monkeypatch):
+    keywords = {"recipe": "trl", "train_dataset": SAME_PROMPTS, "reward_funcs": [ones]}
+    with pytest.raises(shoal.ShoalError, match=r"task.hold_out=false leaves no rows.*eval_dataset"):
+        shoal.train(**keywords, eval_strategy="steps", run_name="", max_steps=1)
 
 
 def test_an_error_has_the_arguments_name_and_two_frames():

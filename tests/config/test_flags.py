@@ -217,6 +217,8 @@ from shoal.records import ShoalError
             {"sampler.kind": "vllm", "vllm.urls": ("http://127.0.0.1:8001",)},
         ),
         (["vllm_mode=server", "vllm_server_host=x"], {}),
+        (["use_vllm=true"], {}),
+        (["use_vllm=true", "vllm_mode=colocate", "vllm_tensor_parallel_size=1"], {}),
         (
             ["rollout_tensor_parallelism=2", "ici_fsdp_parallelism=-1"],
             {"mesh.fsdp": -1, "mesh.sampler_tensor": 2},
@@ -406,9 +408,8 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
         (["vllm_importance_sampling_mode=odd"], "expected token_truncate"),
         (["shuffle_dataset=false"], "shuffle_dataset=false: expected true"),
         (
-            ["use_vllm=true"],
-            "use_vllm=true without vllm_mode=server: on the trainer's devices our own engine "
-            "samples",
+            ["use_vllm=true", "vllm_mode=elsewhere"],
+            "vllm_mode=elsewhere: expected one of colocate, server",
         ),
         (
             ["sampler.kind=vllm"],

@@ -189,8 +189,8 @@ MISTAKES: list[tuple[Any, str]] = [
     ([], "task is empty"),
     (
         [GOOD],
-        "task has 1 row and no other split to evaluate on: add rows, or evaluate on the row that "
-        "is trained on, held_out='train'",
+        "task has 1 row and no other split to evaluate on: add rows, evaluate on the row that "
+        "is trained on, held_out='train', or on none, task.hold_out=false",
     ),
     (
         [GOOD, {"question": "?", "answer": 1}],

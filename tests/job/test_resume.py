@@ -1352,7 +1352,7 @@ def test_a_checkpoint_that_is_not_the_newest_is_not_resumed_from(begun, step, we
     with pytest.raises(
         ShoalError,
         match=rf"checkpoints of steps 20, 40, .* newest one, resume={begun}; .* "
-        rf"model={begun}/checkpoints/{weights}$",
+        rf"model={begun}/checkpoints/{weights} \(resume: ",
     ):
         config_for_resume(Config, [f"resume_from_checkpoint={begun}/{step}"])
     assert config_for_resume(Config, [f"resume_from_checkpoint={begun}/checkpoint-40"])[

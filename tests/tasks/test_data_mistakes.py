@@ -415,6 +415,22 @@ def test_training_rows_are_evaluated_on_where_that_is_asked_for(tmp_path: Path) 
         rows_task(GOOD, "test")
 
 
+def test_no_row_is_held_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    same = [GOOD[0]] * 20
+    (tmp_path / "a.jsonl").write_bytes(lines(*same))
+    asked = TaskSection(name="custom", path=str(tmp_path / "a.jsonl"), hold_out=False)
+    for task in (load_task(asked), rows_task(same, hold_out=False)):
+        assert len(task.train) == 20 and not task.evaluations
+        assert "none of its 20 rows is held out (task.hold_out=false)" in task.notes[0]
+        assert sum(task.data.train_files.values()) == 20 and not task.data.held_out_files
+    # Rows that are given to evaluate on are evaluated on.
+    assert rows_task(GOOD, GOOD[:1], hold_out=False).evaluations["held_out"]
+    with evaluating():
+        assert len(load_task(asked).evaluations["held_out"]) == 20
+    with pytest.raises(ShoalError, match=r"the same prompt.* or on none, task.hold_out=false"):
+        rows_task(same)
+
+
 def test_where_nothing_is_trained_all_rows_are_evaluated_on(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(*GOOD))
     with evaluating():

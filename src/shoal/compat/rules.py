@@ -12,6 +12,7 @@ about that, '' for nothing. A rule raises ShoalError for a text that it cannot c
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from shoal.compat.flags import (
     to_int,
     value_of_option,
 )
-from shoal.config.foreign import NOTHING, FlagTexts, GetValue, KeyValues, Rule, Sentence
+from shoal.config.foreign import NOTHING, OFF, FlagTexts, GetValue, KeyValues, Rule, Sentence
 from shoal.config.keywords import ROWS
 from shoal.config.sections.model import ModelSection
 from shoal.config.sections.reward import RewardSection
@@ -33,6 +34,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.config.train import samples_for_pass_k
 from shoal.files import offline
 from shoal.records import ShoalError
+from shoal.runs.layout import LAST, is_run
 from shoal.stop import NotHere
 from shoal.tasks.custom import given_task
 from shoal.tasks.task import Task, load_by_name
@@ -513,38 +515,95 @@ def trl_episodes(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     return {"steps": str(math.ceil(episodes / completions))}, f"{completions} completions a step"
 
 
-TRL_COUNTS = {"save_steps": "checkpoint.every", "eval_steps": "train.evaluate_every"}
+TRL_INTERVALS = {
+    "train.evaluate_every": ("eval_strategy", "eval_steps", "-1", "there is no evaluation"),
+    "checkpoint.every": ("save_strategy", "save_steps", "0", "only the last step is saved"),
+}
+"""Key -> the flag that says when there are evaluations or checkpoints, the flag that counts the
+updates between two, the key's value for none, and what that means."""
 
+TRL_STRATEGIES = {"no": "no", "false": "no", "steps": "steps", "epoch": "epoch"}
+"""Text of a strategy, in lower case -> what it asks for. YAML reads `no` as false."""
 
-TRL_STRATEGIES = {"no": False, "false": False, "steps": True, "epoch": True}
-"""Text of eval_strategy -> whether there are evaluations. YAML reads `no` as false."""
+TRL_SAVE_STRATEGIES = {**TRL_STRATEGIES, "best": "best"}
+"""The same for when the run is saved."""
+
+TRL_LOGGING_STEPS = 10
+"""Updates between evaluations in TRL if eval_steps is not given: logging_steps, by default."""
 
 
 def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
-    """Converts TRL's numbers of updates between checkpoints and between evaluations to steps,
-    rounded up, by the keys in TRL_COUNTS; a number below 1 is a share of all updates, which is
-    rounded up first. No evaluation, train.evaluate_every=-1, is asked for by eval_strategy=no,
-    whatever eval_steps says, or by eval_steps=-1; ShoalError for an unknown strategy."""
-    updates = _updates(get)
-    strategy = given.get("eval_strategy", "steps").lower()
-    evaluates = value_of_option("eval_strategy", strategy, TRL_STRATEGIES)
-    evaluates = evaluates and given.get("eval_steps") != "-1"
-    values = {}
-    if not evaluates:
-        values["train.evaluate_every"] = "-1"
-    for name, text in given.items():
-        if name not in TRL_COUNTS or (name == "eval_steps" and not evaluates):
+    """Converts when TRL evaluates and saves (TRL_INTERVALS) to steps between evaluations and
+    between checkpoints. Strategy `steps`: a number of updates, rounded up; a number below 1 is a
+    share of all updates, which is rounded up first. `epoch`: the steps of an epoch. `no`: none,
+    whatever the number says; eval_steps=-1 means none too. ShoalError for an unknown strategy."""
+    values: dict[str, str] = {}
+    reasons = []
+    given_strategies = [given.get(row[0], "").lower() for row in TRL_INTERVALS.values()]
+    training = _training_rows(get) if "epoch" in given_strategies else None
+    for key, (strategy_flag, steps_flag, none, meaning_of_none) in TRL_INTERVALS.items():
+        if strategy_flag not in given and steps_flag not in given:
             continue
-        share = to_float(name, text)
-        if 0 < share < 1:
-            # Rounded to 6 digits first, so that 0.07 * 100 = 7.000000000000001 does not become 8.
-            text = str(math.ceil(round(share * updates, 6)))
-        values[TRL_COUNTS[name]] = _steps_of(name, text, 0, get)
-    if list(given) == ["eval_strategy"] and evaluates:
-        return values, "eval_steps says after how many updates"
-    if not evaluates:
-        return values, "; ".join(filter(None, ["there is no evaluation", _counted_in_updates(get)]))
-    return values, _counted_in_updates(get)
+        text = given.get(strategy_flag, "steps").lower()
+        saves = key == "checkpoint.every"
+        strategies = TRL_SAVE_STRATEGIES if saves else TRL_STRATEGIES
+        strategy = value_of_option(strategy_flag, text, strategies)
+        if strategy == "no" or (steps_flag == "eval_steps" and given.get(steps_flag) == "-1"):
+            values[key] = none
+            reasons.append(meaning_of_none)
+        elif strategy == "epoch":
+            value, reason = _interval_of_epochs(key, strategy_flag, steps_flag, training, get)
+            values |= value
+            reasons.append(reason)
+        elif strategy == "best":
+            reasons.append("checkpoint.keep_best keeps the checkpoints with the best evaluations")
+        elif steps_flag in given:
+            values[key] = _steps_of(steps_flag, _whole_updates(steps_flag, given, get), 0, get)
+            reasons.append(_counted_in_updates(get))
+        elif not saves and get(key) == -1:
+            values[key] = _steps_of(steps_flag, str(TRL_LOGGING_STEPS), 0, get)
+            reasons.append(f"without eval_steps after each {TRL_LOGGING_STEPS} updates")
+        else:
+            reasons.append(f"{steps_flag} says after how many updates")
+    return values, "; ".join(reason for reason in dict.fromkeys(reasons) if reason)
+
+
+def _whole_updates(name: str, given: FlagTexts, get: GetValue) -> str:
+    """Returns the text of the flag `name`, a number of updates; if it is below 1, the number of
+    updates that this share of the run has, rounded up. ShoalError if it is no number."""
+    text = given[name]
+    share = to_float(name, text)
+    if 0 < share < 1:
+        # Rounded to 6 digits first, so that 0.07 * 100 = 7.000000000000001 does not become 8.
+        return str(math.ceil(round(share * _updates(get), 6)))
+    return text
+
+
+def _interval_of_epochs(
+    key: str, strategy_flag: str, steps_flag: str, training: _Rows | None, get: GetValue
+) -> tuple[dict[str, str], Sentence]:
+    """Returns ({key: the steps of an epoch of the training rows}, a sentence on it). If the data
+    are not here, nothing is set, unless the key says that there is no evaluation: the run then
+    evaluates before the first and after the last step. ShoalError if the number of devices that the
+    keys leave open is needed."""
+    prompts = _prompts_of_step(get)
+    if training is None:
+        value = {key: "0"} if get(key) == -1 else {}
+        sentence = (
+            "the steps of an epoch are known only when the data is read; "
+            f"{strategy_flag}=steps with {steps_flag} says after how many updates"
+        )
+        return value, sentence
+    if prompts is None:
+        raise ShoalError(
+            f"{strategy_flag}=epoch needs the number of devices, which mesh.fsdp=-1 leaves open: "
+            f"set mesh.fsdp to it, or give {strategy_flag}=steps with {steps_flag}"
+        )
+    steps = max(1, _steps_of_epoch(training.number, prompts, get))
+    sentence = (
+        f"an epoch of {training.number:,} training rows {training.place} has {count(steps, 'step')}"
+    )
+    return {key: str(steps)}, sentence
 
 
 def _updates_of_a_step(get: GetValue) -> int:
@@ -591,6 +650,46 @@ def trl_staleness(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]
     return values, "; ".join(reasons)
 
 
+def trl_resume(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts resume_from_checkpoint to `resume`: `true` is the run that was started last in the
+    output folder; a path is a run or a checkpoint of one. If it is off, nothing is set, and the
+    sentence says that a run goes on under its run_name anyway. ShoalError if the checkpoint is not
+    the run's newest. A path that is in no run is passed on."""
+    name, text = last_of(given)
+    if text.lower() in OFF:
+        run_name = get("run_name")
+        if not run_name:
+            return {}, "a run without a run_name always begins anew"
+        sentence = (
+            f"if {get('base_output_directory')} has a run of the name {run_name}, that run goes on "
+            "where it was; another run_name begins a new one"
+        )
+        return {}, sentence
+    if text.lower() == "true":
+        return {"resume": LAST}, ""
+    path = Path(text).expanduser()
+    run = path
+    for folder in (path, *path.parents[:2]):  # a checkpoint is RUN/checkpoints/STEP
+        if is_run(folder):
+            run = folder
+            break
+    step = re.search(r"\d+$", path.name)
+    if run != path and step:
+        from shoal.weights.checkpoints import versions
+
+        saved = versions(run)  # steps, the newest last
+        if int(step[0]) not in saved[-1:]:  # [] if none is saved
+            checkpoint = step[0] if int(step[0]) in saved else "STEP"
+            own = f"{run}/checkpoints/{checkpoint}"
+            raise ShoalError(
+                f"{name}={text}: {run} has checkpoints of steps "
+                f"{', '.join(map(str, saved)) or '(none)'}, and a run is resumed only from "
+                f"its newest one, resume={run}; a new run begins with the weights of another, "
+                f"model={own}"
+            )
+    return {"resume": str(run)}, ""
+
+
 MOST_MEASURED = 50_000
 """Of more training rows than these the prompts are not measured before the run: some seconds."""
 
@@ -612,7 +711,7 @@ def _training_rows(get: GetValue) -> _Rows | None:
     section = TaskSection(**settings)
     path = Path(section.path).expanduser()
     if section.name == ROWS:
-        task = given_task(section.num_eval_questions)
+        task = given_task(section)
         place = "from Python"
     elif section.path and path.exists():
         # The rewards do not change the rows, so those of the run are not needed.
@@ -678,6 +777,14 @@ def _num_short_rows(task: Task, get: GetValue) -> int | None:
     return number
 
 
+def _steps_of_epoch(rows: int, prompts: int, get: GetValue) -> int:
+    """Returns the number of steps in which `rows` training rows pass once if a step has `prompts`
+    of them: rounded up in supervised fine-tuning, down in reinforcement learning."""
+    if get("algorithm.name") == "sft":
+        return math.ceil(rows / prompts)
+    return rows // prompts
+
+
 def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the length of a run in verl and TRL, a number of passes over the training rows
     (without those held out), to steps, at least 1. As there, the steps of an epoch are rounded up
@@ -704,9 +811,8 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
 
     def steps_of(prompts: int) -> int:
         """Returns the number of steps in the run if a step has this many prompts."""
-        if rounds_up:
-            return max(1, math.ceil(epochs * math.ceil(rows / prompts)))
-        return max(1, int(rows // prompts * epochs))  # an epoch has whole steps
+        steps = epochs * _steps_of_epoch(rows, prompts, get)
+        return max(1, math.ceil(steps) if rounds_up else int(steps))
 
     noun = "epoch" if epochs == 1 else "epochs"
     sentence = f"{exact(epochs)} {noun} of {rows:,} training rows {training.place}"
@@ -1071,6 +1177,7 @@ RULES: tuple[Rule, ...] = (
     torchrl_steps,
     verl_rollout_steps,
     trl_counts,
+    trl_resume,
     trl_schedule,
     verl_warmup,
     verl_critic,

@@ -27,7 +27,6 @@ from shoal.compat.flags import (
 )
 from shoal.config.names import QUANTISED
 from shoal.records import ShoalError
-from shoal.runs.layout import LAST, is_run
 
 read_clip = flags.read_bounds("epsilon", "", "epsilon_high")
 
@@ -225,16 +224,15 @@ def read_correction(given: FlagTexts) -> KeyValues:
 
 def read_vllm(given: FlagTexts) -> KeyValues:
     """Converts the address of a vLLM server, vllm_server_base_url or host and port, to vllm.urls,
-    and sets sampler.kind=vllm. Without use_vllm nothing is set. ShoalError for another vllm_mode
-    than server. The host is this machine by default (also for 0.0.0.0), and the port 8000."""
+    and sets sampler.kind=vllm. Nothing is set without use_vllm, and with vllm_mode=colocate (its
+    default there), which changes only speed and place: the sampler is then the model itself, on the
+    trainer's devices. ShoalError for an unknown vllm_mode. The host is this machine by default
+    (also for 0.0.0.0), and the port 8000."""
     if not to_bool("use_vllm", given.get("use_vllm", "false")):
         return {}
-    if given.get("vllm_mode", "colocate") != "server":
-        raise ShoalError(
-            "use_vllm=true without vllm_mode=server: on the trainer's devices our own engine "
-            "samples; leave it out, or give vllm_mode=server and the address, or sampler.kind=vllm "
-            "and vllm.python"
-        )
+    is_server = {"colocate": False, "server": True}
+    if not value_of_option("vllm_mode", given.get("vllm_mode", "colocate"), is_server):
+        return {}
     url = given.get("vllm_server_base_url")
     if not url:
         # 0.0.0.0 is where a server listens, not an address to ask.
@@ -393,38 +391,6 @@ def read_trackers(name: str, text: str) -> KeyValues:
     return values
 
 
-def read_resume(name: str, text: str) -> KeyValues:
-    """Converts resume_from_checkpoint to `resume`: `true` is the run that was started last in the
-    output folder, and yields to another setting of `resume` in the same layer; a path is a run or a
-    checkpoint of one; if it is off, nothing is set. ShoalError if the checkpoint is not the run's
-    newest. A path that is in no run is passed on."""
-    if text.lower() in flags.OFF:
-        return {}
-    if text.lower() == "true":
-        return {"resume": Yielding(LAST)}
-    path = Path(text).expanduser()
-    run = path
-    for folder in (path, *path.parents[:2]):  # a checkpoint is RUN/checkpoints/STEP
-        if is_run(folder):
-            run = folder
-            break
-    step = re.search(r"\d+$", path.name)
-    if run != path and step:
-        from shoal.weights.checkpoints import versions
-
-        saved = versions(run)  # steps, the newest last
-        if int(step[0]) not in saved[-1:]:  # [] if none is saved
-            checkpoint = step[0] if int(step[0]) in saved else "STEP"
-            own = f"{run}/checkpoints/{checkpoint}"
-            raise ShoalError(
-                f"{name}={text}: {run} has checkpoints of steps "
-                f"{', '.join(map(str, saved)) or '(none)'}, and a run is resumed only from "
-                f"its newest one, resume={run}; a new run begins with the weights of another, "
-                f"model={own}"
-            )
-    return {"resume": str(run)}
-
-
 FLAGS: list[Flag] = [
     *flags.renames(
         learning_rate="optimizer.lr",
@@ -445,6 +411,8 @@ FLAGS: list[Flag] = [
         adam_beta2="optimizer.beta2",
         adam_epsilon="optimizer.eps",
         output_dir="base_output_directory",
+        rollout_func="environment.rollout",
+        environment_factory="environment.factory",
         dataset_config="task.subset",
         dataset_train_split="task.split",
         dataset_test_split="task.eval_split",
@@ -603,8 +571,15 @@ FLAGS: list[Flag] = [
     *derived(
         rules.trl_counts,
         "train.evaluate_every",
-        "no: no evaluation, whatever eval_steps says; else eval_steps says how often",
+        "no: no evaluation, whatever eval_steps says; epoch: after each epoch; steps: eval_steps "
+        "says how often, else each 10 updates",
         "eval_strategy",
+    ),
+    *derived(
+        rules.trl_counts,
+        "checkpoint.every",
+        "no: the last step only; epoch: after each epoch; steps: save_steps says how often",
+        "save_strategy",
     ),
     *derived(
         rules.trl_schedule,
@@ -803,7 +778,8 @@ FLAGS: list[Flag] = [
     *grouped(
         read_vllm,
         "sampler.kind vllm.urls",
-        "with vllm_mode=server: `vllm serve`, with the calls that load weights",
+        "with vllm_mode=server the sampler is `vllm serve`, with the calls that load weights; else "
+        "the model itself, on the trainer's devices",
         "use_vllm",
         is_switch=True,
         is_quiet=False,
@@ -870,7 +846,7 @@ FLAGS: list[Flag] = [
     *refused("an evaluation is `shoal eval`", "do_predict"),
     *refused(
         "in Python it is a GRPOConfig, of which the epochs and the fields that differ from its "
-        "defaults are read; give its fields as flags",
+        "defaults are read, and recipe=trl sets the others; give its fields as flags",
         "args",
     ),
     *refused(
@@ -922,12 +898,13 @@ FLAGS: list[Flag] = [
         "wandb, tensorboard, mlflow, trackio, all or none; others change nothing",
         keeps_nothing=True,
     ),
-    reads(
-        "resume_from_checkpoint",
+    *derived(
+        rules.trl_resume,
         "resume",
-        read_resume,
         "True: the run started last under output_dir; of a run's newest checkpoint the run; "
-        "another one is an error",
+        "another one is an error; False: nothing, a run of the same run_name goes on",
+        "resume_from_checkpoint",
+        low_priority=True,
         is_switch=True,
     ),
     *idle(
@@ -967,8 +944,7 @@ FLAGS: list[Flag] = [
     *idle("train.max_staleness bounds how many samples wait", "queue_maxsize"),
     *idle("a sampler that hangs is noticed by itself", "heartbeat_stale_after_s"),
     *idle(
-        "steps between evaluations and checkpoints are eval_steps and save_steps",
-        "save_strategy",
+        "evaluations are eval_strategy and eval_steps",
         "do_train",
         "do_eval",
         "per_device_eval_batch_size",

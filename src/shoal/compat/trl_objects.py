@@ -20,8 +20,9 @@ BY_CLASS = ("processing_class", "reward_processing_classes", "callbacks", "optim
 
 def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> dict[str, Any]:
     """Returns keyword arguments without the objects of TRL's trainers. `args`, a GRPOConfig, is
-    replaced by its epochs and those of its fields that differ from its defaults; a keyword that is
-    given by itself wins over them. `peft_config` becomes a dict of such fields. An object that
+    replaced by its epochs, those of its fields that differ from its defaults, and `recipe=trl` for
+    the others (`implies_recipe`); a keyword that is given by itself wins over them. A mapping as
+    `args` is replaced by its entries. `peft_config` becomes a dict of such fields. An object that
     Shoal does not use becomes the name of its class; it is left out if it is None. `config_type`:
     the configuration of the command; for another than training, fields of `args` that training
     alone has are left out. Raises ShoalError for an `args` or `peft_config` whose fields cannot be
@@ -30,7 +31,10 @@ def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> 
     arguments = remaining.pop("args", None)
     if arguments is not None:
         fields = {}
-        for name, value in _fields_of_arguments(arguments).items():
+        of_arguments = _fields_of_arguments(arguments)
+        if implies_recipe(keywords):
+            of_arguments["recipe"] = "trl"
+        for name, value in of_arguments.items():
             if not _is_of_training_alone(name, value, config_type):
                 fields[name] = value
         remaining = {**fields, **remaining}
@@ -46,6 +50,34 @@ def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> 
         if classes:
             remaining[name] = classes
     return remaining
+
+
+SAY_THE_REST = ("config_name", "resume", "resume_from_checkpoint")
+"""Keywords that name a file or a run, whose values are those that no other keyword gives."""
+
+
+def implies_recipe(keywords: Mapping[str, Any]) -> bool:
+    """True if these keyword arguments have TRL's defaults, `recipe=trl`, because `args` is an
+    object: whether a field of it was written, or has TRL's default by itself, cannot be seen. False
+    if the keywords say by themselves what the other values are; `recipe=None` is Shoal's own
+    defaults."""
+    arguments = keywords.get("args")
+    if not _is_record(arguments):
+        return False
+    if "recipe" in keywords or getattr(arguments, "resume_from_checkpoint", None):
+        return False
+    return not any(keywords.get(name) for name in SAY_THE_REST)
+
+
+def note_on_recipe(keywords: Mapping[str, Any]) -> list[str]:
+    """Returns the line that says that `args` implies a recipe, as a list; [] if it does not."""
+    if not implies_recipe(keywords):
+        return []
+    name = _class_name(keywords["args"])
+    return [
+        f"args={name} means recipe=trl: what {name} and the other arguments do not set has TRL's "
+        "defaults; recipe=None keeps Shoal's"
+    ]
 
 
 def _is_of_training_alone(name: str, value: Any, config_type: type) -> bool:

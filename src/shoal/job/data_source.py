@@ -39,7 +39,8 @@ def for_training(task: Task, config: Config) -> Task:
     negative; if the data's answers are learned, with prompts that end before the assistant's first
     turn. In that case a note is added if rows have empty answers, and ShoalError is raised if rows
     have nothing to learn. If there are no evaluation sets then, the task's own notes and the
-    held-out files of its report are dropped."""
+    held-out files of its report are dropped. ShoalError if the run evaluates, and
+    `task.hold_out=false` leaves no rows to evaluate on."""
 
     def example_of(row: int) -> Example:
         return up_to_answer(task.train[row])
@@ -47,6 +48,14 @@ def for_training(task: Task, config: Config) -> Task:
     changed = task
     if config.evaluate_every < 0:
         changed = replace(task, evaluations={})
+    elif not (task.evaluations or config.task.hold_out):
+        raise ShoalError(
+            f"task.hold_out=false leaves no rows to evaluate on, and "
+            f"train.evaluate_every={config.evaluate_every} asks for evaluations: give rows for "
+            "them (in Python held_out= or eval_dataset=, else task.eval_split=FILE), hold out a "
+            "tenth by task.hold_out=true, or leave evaluations out by train.evaluate_every=-1",
+            "task.hold_out",
+        )
     if not config.algorithm.learns_from_data:
         return changed
     if not changed.evaluations:  # notes about evaluation sets would be wrong

@@ -225,7 +225,8 @@ def task_of_data(
         return with_rewards(data, task, reward, functions)
     default = TaskSection()
     for key, value in vars(task).items():
-        if key not in ("name", "num_eval_questions", "system") and value != getattr(default, key):
+        has_effect = key in ("name", "num_eval_questions", "hold_out", "system")
+        if not has_effect and value != getattr(default, key):
             raise ShoalError(
                 f"task.{key}={value!r} has no effect on data given from Python: leave it out"
             )
@@ -234,9 +235,8 @@ def task_of_data(
             "reward is not given: your data needs a function that judges completions, reward=f "
             "with f(completions, **columns) -> list of numbers"
         )
-    return with_rewards(
-        rows_task(data, held_out, correct, task.num_eval_questions), task, reward, functions
-    )
+    rows = rows_task(data, held_out, correct, task.num_eval_questions, task.hold_out)
+    return with_rewards(rows, task, reward, functions)
 
 
 def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:

@@ -145,16 +145,16 @@ def given_data(task: Any, held_out: Any) -> Iterator[None]:
         _GIVEN_DATA.reset(token)
 
 
-def given_task(num_questions: int) -> Task | None:
-    """Returns the data of `given_data` as a task, whose held-out rows are at most `num_questions`
-    (0: no limit); None if no data were given. ShoalError for rows that cannot be used."""
+def given_task(section: TaskSection) -> Task | None:
+    """Returns the data of `given_data` as a task, with the rows held out that `section` says; None
+    if no data were given. ShoalError for rows that cannot be used."""
     given = _GIVEN_DATA.get()
     if given is None:
         return None
     data, held_out = given
     if isinstance(data, Task):
         return data
-    return rows_task(data, held_out, num_questions=num_questions)
+    return rows_task(data, held_out, None, section.num_eval_questions, section.hold_out)
 
 
 def listed(task: Any, held_out: Any) -> tuple[Any, Any]:
@@ -169,14 +169,19 @@ def listed(task: Any, held_out: Any) -> tuple[Any, Any]:
 
 
 def rows_task(
-    data: Any, held_out: Any = None, correct: Correct | None = None, num_questions: int = 500
+    data: Any,
+    held_out: Any = None,
+    correct: Correct | None = None,
+    num_questions: int = 500,
+    hold_out: bool = True,
 ) -> Task:
     """Returns the task of rows given from Python. Each row has `prompt` (text or messages) or
     `messages`; all other columns are passed to the reward functions.
 
     `data` and `held_out` are lists of dicts, dicts of columns, or tables. Without `held_out` the
-    last tenth of `data` is held out, at most `num_questions` rows (0: no limit); inside
-    `evaluating()` all of it. `held_out="train"` evaluates on the training rows. `correct` decides
+    last tenth of `data` is held out, at most `num_questions` rows (0: no limit), and none if
+    `hold_out` is False; inside `evaluating()` all of it. `held_out="train"` evaluates on the
+    training rows. `correct` decides
     whether a completion's text is right; without it there is no accuracy. `correct` is not called
     here. Training rows whose prompt is also held out are dropped. ShoalError for rows that cannot
     be used.
@@ -195,7 +200,7 @@ def rows_task(
         splits.held_out = _examples(maker, held_out, "held_out")
         splits.data.held_out_files[_GIVEN] = len(splits.held_out)
     else:
-        splits.divide("task", num_questions)
+        splits.divide("task", num_questions, hold_out=hold_out)
     checked = functools.partial(_call_correct, correct) if correct else None
     return task_of_examples(splits, maker, checked)
 

@@ -31,6 +31,10 @@ PACKAGED = ("short_questions",)
 name: 88 questions that a few words answer."""
 
 
+NO_EVALUATION = "task.hold_out=false train.evaluate_every=-1"
+"""The settings of a run that trains on all rows and evaluates on none, for messages."""
+
+
 _HELD_OUT_SHARE = 10
 """If the data has no rows to evaluate on, one of this many is held out."""
 
@@ -75,16 +79,22 @@ class Splits:
         """Training rows and held-out rows, each once."""
         return self.train if self.shared else self.train + self.held_out
 
-    def divide(self, source: str, num_questions: int, spread: bool = False) -> None:
+    def divide(
+        self, source: str, num_questions: int, spread: bool = False, hold_out: bool = True
+    ) -> None:
         """Moves a tenth of `train` to `held_out`; called if the data has no split to evaluate on.
         Moves the last rows, at least one and at most `num_questions` (0: no limit), or with
-        `spread` every tenth row, without a limit. Inside `evaluating()` moves all rows. Changes the
-        report of files and adds a note. `source` names the data, for messages. ShoalError if there
-        is only one row, except inside `evaluating()`."""
+        `spread` every tenth row, without a limit. Moves none if `hold_out` is False. Inside
+        `evaluating()` moves all rows. Changes the report of files and adds a note. `source` names
+        the data, for messages. ShoalError if there is only one row to divide, except inside
+        `evaluating()`."""
         rows = self.train
         total = len(rows)
         files = self.data.train_files
         begin = f"{self.task}: {source} has no other split to evaluate on; "
+        if not (hold_out or is_evaluating()):
+            self.notes.append(f"{begin}none of its {total} rows is held out (task.hold_out=false)")
+            return
         self.one_split = True
         if is_evaluating():
             self.train = []
@@ -98,7 +108,8 @@ class Splits:
         if total < 2:
             raise ShoalError(
                 f"task {self.task}: {source} has 1 row and no other split to evaluate on: add "
-                f"rows, or evaluate on the row that is trained on, {self.on_purpose}"
+                f"rows, evaluate on the row that is trained on, {self.on_purpose}, or on none, "
+                f"{NO_EVALUATION}"
             )
         if spread:
             # The last row if there are fewer than ten.
@@ -193,8 +204,8 @@ class Splits:
             if len(held_out_keys) == 1:
                 raise ShoalError(
                     f"task {self.task}: all rows have the same {noun}, so none is left to train on "
-                    "once some are held out: give other data, or evaluate on the rows that are "
-                    f"trained on, {self.on_purpose}"
+                    "once some are held out: give other data, evaluate on the rows that are "
+                    f"trained on, {self.on_purpose}, or on none, {NO_EVALUATION}"
                 )
             raise ShoalError(
                 f"task {self.task}: every training {noun} is held out too: give other data, or "
@@ -220,14 +231,15 @@ def asked_rows(total: int, num_questions: int) -> str:
 
 def with_rows(task: Task, splits: Splits) -> Task:
     """Returns the task with the examples, notes and report of `splits`. Each split's examples are
-    numbered from 0; with `keeps_row_numbers` the held-out ones keep their numbers."""
+    numbered from 0; with `keeps_row_numbers` the held-out ones keep their numbers. If no row is
+    held out, the task has no evaluation sets."""
     held_out = splits.held_out
     if not splits.keeps_row_numbers:
         held_out = _numbered(held_out)
     return replace(
         task,
         train=_numbered(splits.train),
-        evaluations={"held_out": held_out},
+        evaluations={"held_out": held_out} if held_out else {},
         notes=tuple(splits.notes),
         data=splits.data,
     )
@@ -259,8 +271,9 @@ def read_splits(
     `task.eval_split` names by their paths, or from the split of that name. If `task.eval_split` is
     `task.split`, or names the training files, the training rows are also held out. If there are no
     rows to evaluate on, some training rows are held out: the last tenth, at most
-    `task.num_eval_questions` (0: no limit), or with `spread` every tenth row; inside `evaluating()`
-    all of them. Raises `ShoalError` for data that is missing, empty or unreadable.
+    `task.num_eval_questions` (0: no limit), or with `spread` every tenth row; with
+    `task.hold_out=false` none; inside `evaluating()` all of them. Raises `ShoalError` for data that
+    is missing, empty or unreadable.
     """
     eval_paths = paths_to_evaluate(task)
     if eval_paths:
@@ -285,7 +298,7 @@ def read_splits(
     elif task.eval_split == task.split or eval_paths:
         splits.share()
     else:
-        splits.divide(train[0].name, task.num_eval_questions, spread)
+        splits.divide(train[0].name, task.num_eval_questions, spread, task.hold_out)
     return splits
 
 

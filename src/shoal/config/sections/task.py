@@ -184,6 +184,9 @@ class TaskSection:
     """Split to evaluate on, or files by their paths, with commas between them: data/val.parquet."""
     num_eval_questions: int = key(500, stages=("evaluation", "data"))
     """Held-out questions in an evaluation; 0 for all."""
+    hold_out: bool = key(True, stages=("data", "evaluation"), acts_if="data is read")
+    """Hold out a tenth of the rows if there are no others to evaluate on; false trains on all of
+    them, as TRL does, and needs train.evaluate_every=-1 then."""
     num_steps: int = key(3, stages=("data", "rewards", "evaluation"))
     """words: operations in a problem."""
     max_value: int = key(99, stages=("data", "rewards", "evaluation"))

@@ -119,6 +119,7 @@ class Diary:
                     rewards=np.zeros(3),
                     valid=np.ones(3, bool),
                     correct=None,
+                    extra={},
                     completions=[one],
                 )
             )

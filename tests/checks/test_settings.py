@@ -14,6 +14,7 @@ from shoal.config.choices import POLICY_LOSSES, PolicyLoss
 from shoal.config.merge import compose
 from shoal.config.sections.model import ModelSection
 from shoal.records import ShoalError
+from shoal.weights import source
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,16 @@ def test_a_reward_preset_of_another_task_is_said_to_do_nothing_unless_a_recipe_s
     assert said("task=words", "recipe=trl", "reward.preset=verl") == [told]
     assert said("task=words", "recipe=verl") == said("task=words") == []
     assert said("task=gsm8k", "reward.preset=verl") == []
+
+
+def test_a_reward_preset_of_the_run_that_is_evaluated_is_not_said_to_do_nothing(monkeypatch):
+    of_run, _ = compose("train", ["recipe=verl"])
+    monkeypatch.setattr(source, "settings_of_run", lambda section: of_run)
+    config, _ = compose("eval", ["task=words", "reward.preset=verl"])
+    assert list(unread_reward_preset(config)) == []
+    monkeypatch.setattr(source, "settings_of_run", lambda section: None)
+    [told] = unread_reward_preset(config)
+    assert told.startswith("words: reward.preset=verl has no effect")
 
 
 def test_a_missing_model_is_answered_with_what_lies_beside_it_only_if_that_is_near(tmp_path):

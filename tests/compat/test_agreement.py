@@ -73,6 +73,7 @@ POOL: dict[str, tuple[str, ...]] = {
     "task.num_eval_questions": ("1", "0"),
     "algorithm.dynamic_sampling": ("true",),
     "train.retire_above": ("0.9",),
+    "train.shuffle": ("false",),
     "teacher.path": ("{models}/qwen2", "nix"),
     "model.template": ("plain", "{{{{ messages[-1].content }}}}"),
     "model_name": ("llama3.1-8b", "qwen3-8b", "nix"),

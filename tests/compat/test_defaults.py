@@ -31,8 +31,8 @@ SYSTEMS = {
 }
 
 WITHOUT_COUNTERPART: dict[str, set[str]] = {
-    # false there: rows in order, the prompt learned too
-    "trl_sft": {"shuffle_dataset", "assistant_only_loss"},
+    # false there: the prompt is learned too
+    "trl_sft": {"assistant_only_loss"},
 }
 """Defaults that matter and that nothing here computes: refused with a sentence, and left out by the
 user."""
@@ -226,7 +226,6 @@ def test_verls_bypass_mode_is_the_direct_correction():
     [
         "adam_eps_root=1e-8",
         "adamw_mask=[norm]",
-        "enable_data_shuffling=false",
         "enable_rampup_batch_size=true",
         "reuse_example_batch=1",
         "trainer.critic_warmup=5",

@@ -83,7 +83,7 @@ def test_a_dry_run_of_each_line_says_what_is_written(name, dry_runs):
     ("name", "parts"),
     [
         ("torchrl-openenv", ("grpo_openenv: no preset or YAML file has this name",)),
-        ("verl-lora", ("data.shuffle=False",)),
+        ("verl-lora", ("row 0 has no column 'messages'", "--data.prompt_key")),
     ],
 )
 def test_a_line_that_needs_something_names_all_of_it_at_once(name, parts, dry_runs):

@@ -243,6 +243,9 @@ from shoal.records import ShoalError
             ],
             {"algorithm.dynamic_sampling_by": "reward", "algorithm.max_sampling_rounds": 3},
         ),
+        (["data.shuffle=False"], {"train.shuffle": False}),
+        (["shuffle_dataset=false"], {"train.shuffle": False}),
+        (["enable_data_shuffling=false"], {"train.shuffle": False}),
         (
             ["trainer.save_freq=-1", "trainer.test_freq=5", "trainer.logger=[console,wandb]"],
             {"checkpoint.every": 0, "train.evaluate_every": 5, "report.wandb.mode": "auto"},
@@ -406,7 +409,6 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
         (["data.train_files=[]"], "expected a file, or a list of files"),
         (["custom_reward_function.name=f"], "needs custom_reward_function.path"),
         (["vllm_importance_sampling_mode=odd"], "expected token_truncate"),
-        (["shuffle_dataset=false"], "shuffle_dataset=false: expected true"),
         (
             ["use_vllm=true", "vllm_mode=elsewhere"],
             "vllm_mode=elsewhere: expected one of colocate, server",

@@ -506,3 +506,18 @@ def test_samples_of_older_weights_are_corrected_unless_given_otherwise(words, co
     config = for_devices(compose("train", words)[0], 1, "cpu")
     assert config.algorithm.correction == correction
     assert (make_objective(config.algorithm).correction is None) == (correction == "none")
+
+
+def test_prompts_that_are_dropped_because_that_was_asked_for_are_no_warning(workshop, tmp_path):
+    rows = []
+    for number in range(10):
+        question = f"{10 + number} + 17 = ?" + "9" * 120 * (1 - number % 2)
+        rows.append({"question": question, "answer": f"#### {27 + number}"})
+    (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["sampling.max_prompt_tokens=64", f"task.path={tmp_path}/long.jsonl"]
+    own = "prompts checked have more than"
+    asked = head_of(workshop, "recipe=verl", "data.filter_overlong_prompts=True", *words)
+    assert not any(own in line for line in asked)
+    assert any(", of which those above 64 are dropped" in line for line in asked)
+    [unasked] = [line for line in head_of(workshop, *words) if own in line]
+    assert unasked.startswith("warning") and "raise it" not in unasked

@@ -315,3 +315,17 @@ def test_a_run_that_is_resumed_with_fewer_rows_goes_on_with_these(bound):
     for _ in range(6):
         for row in rows(shorter.next(4)):
             assert row < 6
+
+
+def test_rows_in_the_order_of_the_data_are_the_same_in_each_epoch():
+    rows = [Example(row, "x") for row in range(4)]
+
+    def rows_of(steps: int, **more) -> list[list[int]]:
+        stream = PromptStream(rows, lambda example: np.zeros(1, int), 0, 5, shuffles=False, **more)
+        return [[prompt.example.row for prompt in stream.next(2)] for _ in range(steps)]
+
+    assert rows_of(4) == [[0, 1], [2, 3], [0, 1], [2, 3]]
+    # With the curriculum the retired row is left out, and hard ones come again in their order.
+    rates = PassRates(0.9, counts={0: (4, 0.0), 1: (4, 4.0), 2: (4, 0.0)}, at_epoch={})
+    rates.begin_epoch()
+    assert rows_of(3, rates=rates) == [[0, 2], [3, 0], [2, 0]]

@@ -18,6 +18,7 @@ from shoal.chat.dialogue import ASSISTANT, Stream, streams_of, text_stream, unwr
 from shoal.chat.tokenizer import Tokenizer
 from shoal.checks.reward import FORMS, gold_of, worked_solution, write_answer
 from shoal.config.derived import evaluation_completions
+from shoal.config.merge import packaged_values
 from shoal.config.sections.devices import MeshSection
 from shoal.config.train import Config
 from shoal.findings import Finding, Findings
@@ -195,10 +196,12 @@ def check_prompts(
         check_template(tokenizer, encode, [example.example for example in rendered], findings)
     check_template_writes(config, task, tokenizer, check)
     too_long = int((lengths > limit).sum())
-    if too_long:
-        advice = ": raise it"
-        if config.sampling.long_prompts == "drop":
-            advice = f" and are dropped; {lengths.max()} keeps all of these"
+    drops = config.sampling.long_prompts == "drop"
+    # A recipe for which they are an error was changed: what was asked for is no warning.
+    is_asked = drops and packaged_values(config).get("sampling.long_prompts") == "error"
+    is_noted = is_asked and too_long < len(lengths)
+    if too_long and not is_noted:
+        advice = f" and are dropped; {lengths.max()} keeps all of these" if drops else ": raise it"
         report = check.warning if too_long < len(lengths) else check.wrong
         report(
             f"{too_long} of {len(lengths)} prompts checked have more than "
@@ -222,6 +225,8 @@ def check_prompts(
     text = "none"
     if lengths.size:
         text = f"{lengths.min()} to {lengths.max()} tokens"
+    if too_long and is_noted:
+        text += f", of which those above {limit} are dropped"
     if of_sets:
         text += f" ({', '.join(of_sets)})"
     return text
@@ -410,6 +415,7 @@ def open_prompts(config: Config, prompts_per_step: int, task: Task, encode: Enco
         max_tokens=config.sampling.max_prompt_tokens,
         long_prompts=long_prompts,
         rates=PassRates(config.train.retire_above),
+        shuffles=config.train.shuffle,
     )
     prompts.peek(prompts_per_step)  # only for its errors
     if long_prompts == "error":

@@ -413,14 +413,19 @@ def unread_algorithm_keys(config: Config) -> Iterator[tuple[str, str]]:
 
 def unread_reward_preset(config: Any) -> Iterator[str]:
     """Yields a line if `reward.preset` is set and the task has no use for it; not if a recipe set
-    it. `config`: of a command that has tasks and rewards."""
+    it, or the run that is evaluated. `config`: of a command that has tasks and rewards."""
     preset = config.reward.preset
     if preset == RewardSection.preset or config.task.name == "gsm8k":
         return
-    is_of_recipe = False
+    # Here, because the checks of a configuration alone do without JAX, which it imports.
+    from shoal.weights.source import settings_of_run
+
     if isinstance(config, Config):
-        is_of_recipe = packaged_values(config).get("reward.preset") == preset
-    if not is_of_recipe:
+        is_given = packaged_values(config).get("reward.preset") != preset
+    else:
+        of_run = settings_of_run(config.model)
+        is_given = of_run is None or of_run.reward.preset != preset
+    if is_given:
         yield f"{config.task.name}: reward.preset={preset} has no effect: it is for task=gsm8k"
 
 

@@ -513,7 +513,7 @@ FLAGS: list[Flag] = [
     *refused(
         "AdamW has optimizer.beta1, beta2, eps and weight_decay", "adam_eps_root", "adamw_mask"
     ),
-    *only("each epoch has a new random order, from seed", "true", names="enable_data_shuffling"),
+    Flag("enable_data_shuffling", ("train.shuffle",), is_switch=True),
     *refused("every step has the same number of prompts", "enable_rampup_batch_size"),
     *refused("every step has rows of its own", "reuse_example_batch"),
     *only(

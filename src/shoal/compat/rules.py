@@ -1085,6 +1085,16 @@ def verl_dual_clip(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
     return {"algorithm.clip_dual": text}, ""
 
 
+def trl_shuffle(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts TRL's shuffle_dataset to train.shuffle. In supervised fine-tuning it only shuffles
+    the data before the sampler draws rows at random, so there it sets nothing."""
+    name, text = last_of(given)
+    shuffles = to_bool(name, text)
+    if get("algorithm.name") == "sft":
+        return {}, "rows are drawn at random anyway, there too"
+    return {"train.shuffle": str(shuffles).lower()}, ""
+
+
 def verl_reward_manager(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts verl's reward manager and its arguments to reward.overlong_buffer_tokens and
     overlong_penalty. `naive` gives a completion what the reward function returns; `dapo` also
@@ -1184,6 +1194,7 @@ RULES: tuple[Rule, ...] = (
     maxtext_warmup,
     maxtext_schedule_length,
     trl_reward_model,
+    trl_shuffle,
     verl_reward_manager,
     verl_gen_batch,
 )

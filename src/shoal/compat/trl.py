@@ -889,7 +889,13 @@ FLAGS: list[Flag] = [
     *refused("sampling has no penalty", "repetition_penalty", accepts=("1.0", "1")),
     *refused("the entropy bonus has one weight, entropy_coef", "use_adaptive_entropy"),
     *only("every sampled token is trained on", "1.0", names="top_entropy_quantile"),
-    *only("each epoch has a new random order, from seed", "true", names="shuffle_dataset"),
+    *derived(
+        rules.trl_shuffle,
+        "train.shuffle",
+        "false: rows in their order; nothing in fine-tuning, which draws rows at random anyway",
+        "shuffle_dataset",
+        is_switch=True,
+    ),
     *only("AdamW is the optimizer", "adamw_torch", "adamw_torch_fused", "adamw", names="optim"),
     reads(
         "report_to",

@@ -68,6 +68,10 @@ _OVERLONG = (
     "reward_model.overlong_buffer.",
     "reward.overlong_buffer.",
 )
+_SAMPLED_EVALUATION = (
+    "each evaluation is greedy; train.pass_k=N also samples N answers of each question in the "
+    "first and the last one, at sampling.temperature: pass@1 is mean@N there, pass@N best@N"
+)
 _KL = "kl kl_clamp_input kl_clamp_value"
 
 FLAGS: list[Flag] = [
@@ -505,6 +509,7 @@ FLAGS: list[Flag] = [
         "rollout.test_freq",
     ),
     Flag(_T + "val_before_train", ("train.evaluate_first",), is_switch=True),
+    Flag("data.shuffle", ("train.shuffle",), is_switch=True),
     reads(
         _T + "logger",
         "report.wandb.mode report.tensorboard report.mlflow.mode report.trackio.mode",
@@ -589,10 +594,10 @@ FLAGS: list[Flag] = [
         "one completion for a prompt", _R + "agent.agent_loop_config_path", _R + "multi_turn.enable"
     ),
     *refused(
-        "an evaluation is greedy, and sampled for train.pass_k",
+        _SAMPLED_EVALUATION,
         *(_R + f"val_kwargs.{name}" for name in ("temperature", "do_sample")),
     ),
-    *only("an evaluation is greedy, and sampled for train.pass_k", "1", names=_R + "val_kwargs.n"),
+    *only(_SAMPLED_EVALUATION, "1", names=_R + "val_kwargs.n"),
     *refused("every row is trained on; shorten the file", "data.train_max_samples"),
     *refused(
         "data are read by task.name=custom",
@@ -633,7 +638,6 @@ FLAGS: list[Flag] = [
         "auto",
         names=_T + "resume_mode",
     ),
-    *only("each epoch has a new random order, from seed", "true", names="data.shuffle"),
     *only("training samples, it is never greedy", "true", names=_R + "do_sample"),
     *refused("a completion ends where the model ends it", _R + "ignore_eos"),
     *refused("every sampled prompt is trained on", _R + "over_sample_rate"),

@@ -1,5 +1,5 @@
-"""The order of the training prompts: a seeded permutation for each epoch, read with a cursor. Also
-their pass rates."""
+"""The order of the training prompts: a seeded permutation for each epoch, or that of the data, read
+with a cursor. Also their pass rates."""
 
 from __future__ import annotations
 
@@ -138,7 +138,8 @@ class _Position:
 
 @dataclass
 class PromptStream:
-    """The training prompts in order: P different ones a step, in another order each epoch.
+    """The training prompts in order: P different ones a step, in another order each epoch, or with
+    `shuffles` False in the data's.
 
     The order depends on the data, the seed and the pass rates alone, so a resumed run repeats it.
     The run owns the stream.
@@ -164,6 +165,7 @@ class PromptStream:
     refusal: str = ""  # why the chat template refused the prompt that it refused last; "" for none
     # (bound of the rates, `count`) for which `next` found the data exhausted; None if it is not.
     ended: tuple[float, int] | None = None
+    shuffles: bool = True
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
     def more(self, count: int, taken: Collection[int]) -> list[TokenizedExample]:
@@ -350,9 +352,9 @@ class PromptStream:
         return int(order[self.cursor - 1])
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """Returns the rows of an epoch in random order: each once, or with the curriculum not at
-        all, once or twice, by its pass rate. Only the epoch whose order was computed last is
-        kept."""
+        """Returns the rows of an epoch in their order, random or that of the data: each once, or
+        with the curriculum not at all, once or twice, by its pass rate. Only the epoch whose order
+        was computed last is kept."""
         if self._order[0] != epoch:
             # The order follows from (seed, epoch) alone, so that a checkpoint stores two numbers
             # and not an order or a generator's state.
@@ -360,12 +362,16 @@ class PromptStream:
             # used.
             random = np.random.default_rng(NoiseKey(self.seed, "order", epoch, 0).key(0).tolist())
             order = random.permutation(len(self.examples))
+            if not self.shuffles:
+                order = np.arange(len(self.examples))
             if self.rates.active:
                 times = self.rates.times(random.random(len(self.examples)))
                 # Repeats come after the whole epoch, shuffled again: next to the first occurrence,
                 # a step would skip the second.
                 again = order[times[order] > 1]
-                order = np.concatenate([order[times[order] > 0], random.permutation(again)])
+                if self.shuffles:
+                    again = random.permutation(again)
+                order = np.concatenate([order[times[order] > 0], again])
             self._order = (epoch, order)
         return self._order[1]
 

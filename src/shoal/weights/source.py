@@ -217,19 +217,28 @@ def teacher_model(config: Config, path: str) -> ModelSection:
     return replace(section_of(config.model, path), quantise=config.teacher.quantise)
 
 
-def with_run(section: ModelSection) -> ModelSection:
-    """Returns the section with `scan_layers` and `quantise` of the run that `model.path` names; a
-    value of the section that is not the default stays. Returns the section itself if it names no
+def settings_of_run(section: ModelSection) -> Config | None:
+    """Returns the settings that the run was given which `model.path` names; None if it names no
     run, or one whose settings cannot be read. A run in a bucket is fetched first."""
     local = find_input(section.path, "model.path")
     checkpoint = find_checkpoint(local) if local.is_dir() else None
     if checkpoint is None:
-        return section
+        return None
     run, _ = checkpoint
     try:
-        stored = read_requested(run).model
+        return read_requested(run)
     except ShoalError:  # settings of another version, or gone: the weights can be read all the same
+        return None
+
+
+def with_run(section: ModelSection) -> ModelSection:
+    """Returns the section with `scan_layers` and `quantise` of the run that `model.path` names
+    (`settings_of_run`); a value of the section that is not the default stays. Returns the section
+    itself if there are no such settings."""
+    settings = settings_of_run(section)
+    if settings is None:
         return section
+    stored = settings.model
     quantise = stored.quantise if section.quantise == "none" else section.quantise
     return replace(
         section, scan_layers=section.scan_layers and stored.scan_layers, quantise=quantise

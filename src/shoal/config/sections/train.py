@@ -43,6 +43,9 @@ class TrainSection:
     """Which weights samples come from. fixed: those that follow from the step's number and
     max_staleness, the same in every run. newest: the newest that a sampler has, which may change in
     the middle of a completion; no completion starts on older weights than max_staleness allows."""
+    shuffle: bool = key(True, stages=("data",))
+    """Read the training rows in a new random order in each epoch, by seed; false keeps the order of
+    the data, the same in each epoch (verl's data.shuffle, TRL's shuffle_dataset)."""
     retire_above: float = key(1.0, stages=("data",))
     """Curriculum: from the second epoch on, prompts with a pass rate above this are not sampled
     again, and harder prompts are sampled more often; 1 for off."""

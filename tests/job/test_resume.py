@@ -960,11 +960,6 @@ def test_another_configuration_under_the_same_name_is_refused(workshop, stopped,
     [
         (["model.path=/nowhere/model"], "there is no model folder /nowhere/model"),
         (["task=custom", "task.path=/nowhere/rows.jsonl"], "/nowhere/rows.jsonl"),
-        (["sampling.max_prompt_tokens=5"], "no prompt of held_out has at most 5 tokens"),
-        (
-            ["sampling.max_prompt_tokens=5", *UNEVALUATED],
-            "fewer than 2 prompts of the data have at most",
-        ),
     ],
 )
 def test_what_is_not_there_is_named_before_the_settings_of_a_run_of_that_name(

@@ -3,7 +3,6 @@ its newest checkpoint."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -196,23 +195,13 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
 
 def _check_inputs(config: Config, changed: Sequence[str]) -> None:
     """Raises ShoalError if the model or the task that a command names beside the name of an
-    existing run is not there or cannot be read, or if a limit of tokens leaves no prompt: this is
-    what the user mends first, under any name. `changed`: the keys whose values are not the run's.
-    Rows that were given from Python are not read."""
+    existing run is not there or cannot be read: this is what the user mends first, under any name.
+    `changed`: the keys whose values are not the run's."""
     if "model.path" in changed:
         check_model(config.model)
-    if config.task.name == ROWS:
-        return
-    if any(key.startswith("task.") for key in changed):
+    if any(key.startswith("task.") for key in changed) and config.task.name != ROWS:
         check_task(config.task)
         load_by_name(config.task, config.reward)
-    if any(key.startswith("sampling.max_") for key in changed):
-        from shoal.job.job import Job  # imports this module, and JAX
-
-        with Job(config, Console(io.StringIO())) as job:
-            # Opened for their errors alone.
-            _ = job.evaluation_sets
-            _ = job.prompts
 
 
 def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:

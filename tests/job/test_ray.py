@@ -282,7 +282,7 @@ def test_fewer_workers_than_wanted_sample_from_the_newest_weights(
         *words("sampler.workers=2", "sampler.resources=[CPU=6]", "ray.wait_seconds=60"),
     )
     assert (
-        "of sampler.workers=2, which ask for 6 CPU each, 1 started in ray.wait_seconds=60; the "
+        "of sampler.workers=2, which request 6 CPU each, 1 started in ray.wait_seconds=60; the "
         "cluster has 8 CPU" in " ".join(capfd.readouterr().out.split())
     )
     assert len(metrics(run)) == 4 and all(row["staleness/max"] <= 2 for row in metrics(run))
@@ -294,7 +294,7 @@ def test_fewer_workers_than_wanted_sample_from_the_newest_weights(
     [
         (
             ("sampler.resources=[unicorn=1]", "ray.wait_seconds=1"),
-            "of sampler.workers=1, which ask for 1 unicorn each, 0 started in ray.wait_seconds=1; "
+            "of sampler.workers=1, which request 1 unicorn each, 0 started in ray.wait_seconds=1; "
             "the cluster has 8 CPU",
         ),
         (
@@ -459,7 +459,7 @@ def test_a_worker_without_a_place_is_given_no_versions_and_one_that_gets_ready_i
     assert not host.poll() and [name for name, *_ in actor.calls] == ["place", "join"]
     host.started -= 400
     with pytest.raises(
-        ShoalError, match=r"of sampler\.workers=1, which ask for 9 CPU each, 0 started"
+        ShoalError, match=r"of sampler\.workers=1, which request 9 CPU each, 0 started"
     ):
         host.poll()
     actor.answer("place", ray_host.Place("a node", 0))
@@ -635,12 +635,12 @@ def test_a_cluster_that_is_started_here_leaves_no_token_that_others_read(tmp_pat
         ([{"CPU": 4.0}, {"CPU": 4.0}], ""),
         (
             [{"CPU": 5.0}, {"CPU": 1.0}],
-            "of sampler.workers=4, which ask for 2 CPU each, the cluster has room for 2 now "
+            "of sampler.workers=4, which request 2 CPU each, the cluster has room for 2 now "
             "(6 CPU are free): sampling begins with 2, the others join when there is room",
         ),
         (
             [{"GPU": 1.0}],
-            "of sampler.workers=4, which ask for 2 CPU each, the cluster has room for 0 now "
+            "of sampler.workers=4, which request 2 CPU each, the cluster has room for 0 now "
             "(1 GPU are free): they start when there is room",
         ),
     ],

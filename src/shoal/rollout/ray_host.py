@@ -373,7 +373,7 @@ class Cluster:
         wanted = f"{_resources_text(self.resources)} each"
         cluster_resources = ray.cluster_resources()
         text = (
-            f"of sampler.workers={self.workers}, which ask for {wanted}, {len(self.alive)} started "
+            f"of sampler.workers={self.workers}, which request {wanted}, {len(self.alive)} started "
             f"in ray.wait_seconds={exact(self.wait_seconds)}; the cluster has "
             f"{_resources_text(cluster_resources)}"
         )

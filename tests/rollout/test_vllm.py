@@ -233,7 +233,7 @@ FAULTS = {
     "more": "finish_reason length at 7 tokens, and max_tokens was 6",
     "middle": r"the end token 0 at position 0 of \d, and tokens after it",
     "choices": "not enough values to unpack",
-    "html": "what is not a JSON object: <html>the gateway",
+    "html": "is not a JSON object: <html>the gateway",
     "endless": "OverflowError",
     "long span": "weight_versions that do not cover",
     "large": "a token id below 0 or beyond",

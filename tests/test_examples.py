@@ -70,6 +70,11 @@ def outputs(cell: Any, kind: str) -> list[Any]:
     return result
 
 
+def run_notebook(notebook, folder: Path) -> None:
+    resources = {"metadata": {"path": str(folder)}}
+    NotebookClient(notebook, timeout=200, kernel_name="python3", resources=resources).execute()
+
+
 def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
     notebook = nbformat.reads(smaller(NOTEBOOK.read_text()), as_version=4)
     assert len(notebook.cells) < 20
@@ -82,12 +87,7 @@ def test_the_notebook_runs_in_a_kernel(environment, tmp_path):
     for cell, old, new in ((first, "STEPS = 12", "STEPS = 2"), (last, "STEPS + 4", "STEPS + 1")):
         assert old in cell.source
         cell.source = cell.source.replace(old, new)
-    NotebookClient(
-        notebook,
-        timeout=200,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    ).execute()
+    run_notebook(notebook, tmp_path)
     by_text = {}
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -145,12 +145,7 @@ def test_the_notebook_for_one_gpu_runs_on_a_cpu_with_a_tiny_model(
                     del changes[old]
     assert not changes
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    NotebookClient(
-        notebook,
-        timeout=200,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    ).execute()
+    run_notebook(notebook, tmp_path)
     printed = {}
     for cell in notebook.cells:
         if cell.cell_type == "code":

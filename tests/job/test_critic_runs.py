@@ -15,7 +15,7 @@ from tiny_runs import groups, metrics, parameters_of, same_bits
 from shoal import cli
 from shoal.commands import doctor
 from shoal.commands.view.views import Viewer
-from shoal.job.step_trial import estimate_times
+from shoal.job.step_trial import StepTrial, estimate_times
 from shoal.runs.metrics import is_clock
 
 GAE = (
@@ -176,15 +176,21 @@ def test_a_step_of_ppo_is_learnt_again_from_its_stored_groups(workshop, capsys):
     assert "new advantages are 0" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_the_doctor_tries_the_critic_too(workshop, capsys, monkeypatch):
-    trials = []
+@pytest.fixture
+def trials(monkeypatch) -> list[StepTrial]:
+    """The trials of a step that the doctor makes."""
+    made = []
 
     def estimate(config, trial, *others):
-        trials.append(trial)
+        made.append(trial)
         return estimate_times(config, trial, *others)
 
     monkeypatch.setattr(doctor, "estimate_times", estimate)
+    return made
+
+
+@pytest.mark.slow
+def test_the_doctor_tries_the_critic_too(workshop, capsys, trials):
     words = workshop.words("never", *GAE)[1:]
     assert cli.main(["doctor", *words, "json=true"]) == 0
     assert "critic" in capsys.readouterr().out
@@ -196,14 +202,7 @@ def test_the_doctor_tries_the_critic_too(workshop, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_doctor_and_a_replay_know_a_critic_on_the_policys_layers(workshop, capsys, monkeypatch):
-    trials = []
-
-    def estimate(config, trial, *others):
-        trials.append(trial)
-        return estimate_times(config, trial, *others)
-
-    monkeypatch.setattr(doctor, "estimate_times", estimate)
+def test_the_doctor_and_a_replay_know_a_critic_on_the_policys_layers(workshop, capsys, trials):
     shared = (*GAE, "critic.shared=true")
     words = workshop.words("never", *shared)[1:]
     assert cli.main(["doctor", *words, "json=true"]) == 0

@@ -134,18 +134,25 @@ def test_any_split_into_micro_batches_gives_the_same_gradient():
         assert relative(other, one) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+on_meshes = pytest.mark.parametrize(
     "sizes", [{"data": 2}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"context": 2}], ids=str
 )
+
+
+def shape_on(where: Roles, groups: list[Group]) -> Shape:
+    """Of one micro-batch of all groups, in a row for each share of rows."""
+    context = where.trainer.context
+    rows = where.trainer.row_shards // context
+    return Shape(rows, whole(groups, rows).length * context)
+
+
+@pytest.mark.slow
+@on_meshes
 def test_the_gradient_is_the_same_on_a_mesh(sizes: dict[str, int]):
     groups = random_groups(SMALL, 8, 2, 9, 8)
     where = roles(**sizes)
     loss, gradient = gradient_of(roles(), groups, whole(groups))
-    shards = where.trainer.row_shards
-    context = where.trainer.context
-    length = whole(groups, shards // context).length
-    other_loss, other = gradient_of(where, groups, Shape(shards // context, length * context))
+    other_loss, other = gradient_of(where, groups, shape_on(where, groups))
     assert abs(loss - other_loss) < 1e-5 * abs(loss)
     for one, of_mesh in zip(jax.tree.leaves(gradient), jax.tree.leaves(other), strict=True):
         assert relative(of_mesh, one) < 1e-5
@@ -431,17 +438,12 @@ def test_the_gradient_of_shared_layers_is_that_of_both_losses():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [{"data": 2}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"context": 2}], ids=str
-)
+@on_meshes
 def test_the_gradient_of_both_losses_is_the_same_on_a_mesh(sizes: dict[str, int]):
     groups = random_groups(SMALL, 8, 2, 9, 8)
     where = roles(**sizes)
     one, _ = gradient_of_both(roles(), groups, whole(groups), A, 0.5)
-    context = where.trainer.context
-    rows = where.trainer.row_shards // context
-    length = whole(groups, rows).length
-    other, _ = gradient_of_both(where, groups, Shape(rows, length * context), A, 0.5)
+    other, _ = gradient_of_both(where, groups, shape_on(where, groups), A, 0.5)
     assert relative(other.value_head, one.value_head) < 1e-5
     for leaf, of_mesh in zip(
         jax.tree.leaves(one.gradient), jax.tree.leaves(other.gradient), strict=True

@@ -359,8 +359,8 @@ def critic_warnings(config: Config) -> Iterator[tuple[str, str]]:
     if c.coef != defaults.coef and not c.shared and config.algorithm.has_critic:
         yield (
             "critic.coef",
-            f"critic.coef={exact(c.coef)} has no effect without critic.shared=true: how fast a "
-            "critic with layers of its own learns is said by critic.lr",
+            f"critic.coef={exact(c.coef)} has no effect without critic.shared=true: "
+            "critic.lr sets how fast a critic with layers of its own learns",
         )
     if c.warmup_until < 1 and not c.warmup_steps and config.algorithm.has_critic:
         yield (

@@ -66,11 +66,14 @@ def _filtered(
             f"filter={config.filter}: step {step} of {run.path} has no such group; without step= "
             "and group= all groups are searched"
         )
+    groups_of: dict[str, list[StoredGroup]] = {}  # the groups of each file, read once
     stored = {}
     for row in rows:
         name, _, _ = row["file"].rpartition("_")
+        if name not in groups_of:
+            groups_of[name] = run.groups(step, name)
         title = f"step {step}, group {row['group']} of {row['set']}"
-        stored[title] = run.group(int(row["step"]), int(row["group"]), name)
+        stored[title] = groups_of[name][int(row["group"])]
     return stored
 
 

@@ -270,7 +270,7 @@ def try_step(
     state = learner.init(parameters)
     if critic is not None:
         state = replace(state, critic=critic.learner.init(critic_parameters))
-    batch, total = _update(trial, table, config, learner, state, teachers, critic)
+    batch, total = _update(trial, table, config, learner, state, teachers, critic is not None)
     if critic is not None:
         _update_critic(trial, batch, critic, state, total)
     load_orbax()  # a run loads this library for its checkpoints, so its memory counts
@@ -316,14 +316,15 @@ def _update(
     learner: Learner,
     state: TrainState,
     teachers: Sequence[Architecture],
-    critic: Critic | None,
+    has_critic: bool,
 ) -> tuple[MicroBatch, GradientSum]:
     """Computes the gradients of up to NUM_MICRO_BATCHES micro-batches of the trial's groups (of
     all, also those whose rewards do not differ), applies them, and writes into `trial` their number
     in a pass over all groups, the times, how the trainer's log-probs differ from the sampler's, the
     entropy, and whether the update was skipped. A single micro-batch is computed twice, because the
     first time compiles. The new weights are discarded. `table`: that of the trial's groups. Returns
-    (the first micro-batch, the sum of the gradients, of which the policy's is consumed)."""
+    (the first micro-batch, the sum of the gradients, of which the policy's is consumed). With
+    `has_critic` the micro-batch also has what a critic learns of it."""
     # Completions whose reward is invalid are included, because their log-probs can be compared too.
     groups = [replace(group, valid=np.ones(group.size, bool)) for group in trial.groups]
     valid = np.ones_like(table.valid)
@@ -352,7 +353,7 @@ def _update(
         route_shape=learner.model.architecture.route_shape if replays_routes(config) else None,
     )
     trial.num_batches = len(batches)
-    if critic is not None and critic.shares_layers:
+    if has_critic:
         batches = [_with_value_targets(batch, trial.mean_reward) for batch in batches]
     targets = None
     if teachers and config.teacher.gives_distributions:
@@ -407,8 +408,10 @@ def _update_critic(
     compiles."""
     assert state.critic is not None, "a run with a critic has its state"
     learner = critic.learner
-    arrays = critic.read(_with_value_targets(batch, trial.mean_reward).arrays)
-    np.asarray(learner.score(critic.parameters(state), replace(arrays, targets=None)))
+    arrays = critic.read(batch.arrays)
+    # Computed for its compilation alone, which the trial measures: a new head says 0 everywhere.
+    values = learner.score(critic.parameters(state), arrays.of_policy())
+    jax.block_until_ready(values)
     of_critic = None
     if critic.shares_layers:
         of_critic = critic.sum_of_head(state, total)

@@ -138,16 +138,16 @@ def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTrans
     adam = optax.scale_by_adam(beta1, beta2, eps)
 
     def update(
-        gradient: Any,
-        state: optax.ScaleByAdamState,
-        parameters: Any = None,
+        updates: Any,
+        state: Any,
+        params: Any = None,
         *,
         finite: jax.Array | bool = True,
         **_: Any,
     ) -> tuple[Any, optax.ScaleByAdamState]:
         """Updates the moments. Returns (the direction in which parameters fall, the new
         state)."""
-        new_state = adam.update(gradient, state)[1]
+        new_state = adam.update(updates, state)[1]
 
         def keep(new: jax.Array, old: jax.Array) -> jax.Array:
             return jnp.where(finite, new, old)
@@ -162,7 +162,7 @@ def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTrans
 
         return jax.tree.map(step, mean, variance), kept
 
-    return optax.GradientTransformationExtraArgs(adam.init, update)  # pyright: ignore
+    return optax.GradientTransformationExtraArgs(adam.init, update)
 
 
 def rounded(

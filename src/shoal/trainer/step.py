@@ -233,7 +233,8 @@ class Learner:
         teacher: TeacherStates | TeacherTop | None = None,
     ) -> tuple[GradientSum, Any]:
         """Adds a micro-batch's gradient and metrics to `total` (None for the first one), which is
-        donated. `state` is only read. `teacher` is what a teacher says of the micro-batch, on the
+        donated. `state` is only read. Of the batch a policy reads what a critic learns only if the
+        critic shares its layers. `teacher` is what a teacher says of the micro-batch, on the
         trainer's devices; None unless the objective has a divergence from it. If the objective has
         the loss of a critic that shares the layers, the sum also has the gradient of its head.
         Returns (the new sum, the log-probs of the micro-batch's tokens, float32[R, T])."""
@@ -243,9 +244,12 @@ class Learner:
         if total is None:
             total = self.programs["zero"]()
         value_head = None
-        if isinstance(self.objective, Objective) and self.objective.value_coef:
-            assert state.critic is not None, "a critic that shares the layers has its state"
-            value_head = state.critic.trainable.lm_head
+        if isinstance(self.objective, Objective):
+            if self.objective.value_coef:
+                assert state.critic is not None, "a critic that shares the layers has its state"
+                value_head = state.critic.trainable.lm_head
+            else:
+                batch = batch.of_policy()
         on_device = put_batch(self.model, batch)
         return self.programs["accumulate"](
             total, state.trainable, state.frozen, on_device, state.loss_scale, teacher, value_head

@@ -548,8 +548,7 @@ class Updater:
             targets = None
             if self.teachers is not None and self.teachers.section.gives_distributions:
                 targets = self.teachers.targets(state.parameters, batch)
-            arrays = batch.arrays if self._shares_layers else batch.arrays.of_policy()
-            total, lp = self.learner.accumulate(total, state, arrays, targets)
+            total, lp = self.learner.accumulate(total, state, batch.arrays, targets)
             logprobs.append(lp)
         assert total is not None
         if self.critic is not None and self._shares_layers:

@@ -70,6 +70,8 @@ class GRPOConfig:
     run_name: str | None = None
     lr_scheduler_type: Any = "linear"
     gradient_checkpointing: bool | None = None
+    eval_strategy: str = "no"
+    eval_steps: float | None = None
 
     def __post_init__(self):
         if self.bf16 is None and not self.has_gpu:
@@ -263,6 +265,9 @@ def test_trls_recipe_has_its_epochs_and_no_evaluation(tmp_path):
         ("recipe=trl", "eval_strategy=steps num_iterations=2", 5, 500),
         ("recipe=trl", "eval_strategy=steps eval_steps=3", 3, 500),
         ("recipe=trl", "eval_strategy=no eval_steps=3", -1, 500),
+        ("recipe=trl", "eval_steps=3", -1, 500),  # TRL's eval_strategy is `no`
+        ("recipe=trl", "eval_steps=3 save_steps=4", -1, 4),
+        ("", "eval_steps=3", 3, 10),
         ("recipe=trl", "save_strategy=epoch", -1, 10),
         ("recipe=trl", "save_strategy=epoch eval_strategy=epoch", 10, 10),
         ("recipe=trl", "save_strategy=no save_steps=7", -1, 0),
@@ -282,6 +287,38 @@ def test_strategies_say_when_a_run_evaluates_and_saves(
     config, _ = compose("train", [*words, *typed.split()])
     assert config.train.evaluate_every == evaluate_every
     assert config.checkpoint.every == checkpoint_every
+
+
+@pytest.mark.parametrize(
+    ("typed", "hold_out", "steps"),
+    [
+        ("eval_strategy=no", False, 10),
+        ("eval_strategy=False", False, 10),  # YAML's `no`
+        ("eval_steps=-1", False, 10),
+        ("eval_strategy=no task.hold_out=true", True, 9),
+        ("eval_strategy=steps", True, 9),
+        ("save_strategy=no", True, 9),
+    ],
+)
+def test_without_evaluations_all_rows_are_trained_on(tmp_path, typed, hold_out, steps):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(50)))
+    words = ["task=custom", f"task.path={rows}", "batch.prompts_per_step=5", "num_train_epochs=1"]
+    config, resolved = compose("train", [*words, *typed.split()])
+    assert config.task.hold_out == hold_out
+    assert config.steps == steps  # of five rows each
+    if not hold_out:
+        [line] = [line for line in resolved.start_lines if "eval_s" in line]
+        assert "became train.evaluate_every=-1, task.hold_out=false: there is no eval" in line
+
+
+def test_a_number_of_steps_alone_evaluates_nothing_where_trl_decides():
+    _, resolved = resolved_of(recipe="trl", eval_steps=3)
+    assert resolved.start_lines[-1] == (
+        "eval_steps=3 changes nothing here: eval_steps has no effect without eval_strategy=steps, "
+        "as in TRL, whose default is no evaluation"
+    )
+    assert resolved_of(args=GRPOConfig(eval_steps=3))[0].train.evaluate_every == -1
 
 
 def test_an_epoch_whose_rows_are_not_here_is_said():

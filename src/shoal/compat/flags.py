@@ -6,7 +6,7 @@ read       grpo_epsilon=0.2         algorithm.clip_low=0.2, algorithm.clip_high=
                                     alone
 group      epsilon=0.1 epsilon_high=0.3    from several flags together
 rule       max_target_length=768    sampling.max_completion_tokens=512: from other keys, too
-                                    (rules.py)
+                                    (rules.py); a flag with a group too is read by that first
 idle       lazy_load_tensors=true   nothing: it cannot matter here
 refused    repetition_penalty=1.1   an error if it is switched on: it matters and has no counterpart
 """

@@ -246,10 +246,12 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
         elif has_default and use.text.lower() in NOTHING:
             effect = draft.add_effect([use], meaning="it stays at its default")
             effect.flags = {use.name: use.text or "empty"}
-        elif flag.group:
-            groups.setdefault(flag.group, []).append(use)
-        elif flag.rule:
-            by_rule.setdefault(flag.rule, []).append(use)
+        elif flag.group or flag.rule:
+            # With both, rules before its own read the keys that the group sets.
+            if flag.group:
+                groups.setdefault(flag.group, []).append(use)
+            if flag.rule:
+                by_rule.setdefault(flag.rule, []).append(use)
         else:
             try:
                 draft.add_single(use)
@@ -481,6 +483,7 @@ class Draft:
                     deciding.append(use)
             owners[key] = _owner(deciding or counting, key)
         effect = self._add_effect_of_several(counting, bool(values))
+        effect.is_shown = not any(use.flag.rule for use in counting)  # their line is the rule's
         for key, value in values.items():
             self._add_setting(effect, owners[key], key, value)
 

@@ -525,6 +525,9 @@ updates between two, the key's value for none, and what that means."""
 TRL_STRATEGIES = {"no": "no", "false": "no", "steps": "steps", "epoch": "epoch"}
 """Text of a strategy, in lower case -> what it asks for. YAML reads `no` as false."""
 
+NO_ROWS_HELD_OUT = {"task.hold_out": "false"}
+"""What eval_strategy=no means besides: without evaluations no row is held out for them."""
+
 TRL_SAVE_STRATEGIES = {**TRL_STRATEGIES, "best": "best"}
 """The same for when the run is saved."""
 
@@ -536,7 +539,10 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts when TRL evaluates and saves (TRL_INTERVALS) to steps between evaluations and
     between checkpoints. Strategy `steps`: a number of updates, rounded up; a number below 1 is a
     share of all updates, which is rounded up first. `epoch`: the steps of an epoch. `no`: none,
-    whatever the number says; eval_steps=-1 means none too. ShoalError for an unknown strategy."""
+    whatever the number says; eval_steps=-1 means none too. Without evaluations no rows are held out
+    for them (`task.hold_out`, unless it is given). Without a strategy the number counts, but with
+    TRL's own defaults (recipe=trl) eval_steps does not, because eval_strategy is `no` there.
+    ShoalError for an unknown strategy."""
     values: dict[str, str] = {}
     reasons = []
     given_strategies = [given.get(row[0], "").lower() for row in TRL_INTERVALS.values()]
@@ -548,9 +554,16 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         saves = key == "checkpoint.every"
         strategies = TRL_SAVE_STRATEGIES if saves else TRL_STRATEGIES
         strategy = value_of_option(strategy_flag, text, strategies)
-        if strategy == "no" or (steps_flag == "eval_steps" and given.get(steps_flag) == "-1"):
+        if strategy == "no" or (not saves and given.get(steps_flag) == "-1"):
             values[key] = none
+            if not saves:
+                values |= NO_ROWS_HELD_OUT
             reasons.append(meaning_of_none)
+        elif not saves and strategy_flag not in given and get("recipe") == "trl":
+            reasons.append(
+                f"{steps_flag} has no effect without {strategy_flag}=steps, as in TRL, whose "
+                "default is no evaluation"
+            )
         elif strategy == "epoch":
             value, reason = _interval_of_epochs(key, strategy_flag, steps_flag, training, get)
             values |= value

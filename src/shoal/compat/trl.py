@@ -158,6 +158,17 @@ def read_divergence(given: FlagTexts) -> KeyValues:
     }
 
 
+def read_held_out(given: FlagTexts) -> KeyValues:
+    """Converts eval_strategy and eval_steps to task.hold_out as far as they say that there is no
+    evaluation; else nothing is set. When there are evaluations is read by a rule (`trl_counts`),
+    after the one that counts the training rows of an epoch, which are fewer if some are held
+    out."""
+    strategy = given.get("eval_strategy", "").lower()
+    if rules.TRL_STRATEGIES.get(strategy) == "no" or given.get("eval_steps") == "-1":
+        return {key: Yielding(text, to_all=True) for key, text in rules.NO_ROWS_HELD_OUT.items()}
+    return {}
+
+
 _OF_PPO = {
     "num_ppo_epochs": ("4", ("algorithm.num_epochs",)),
     "cliprange": ("0.2", ("algorithm.clip_low", "algorithm.clip_high")),
@@ -565,15 +576,20 @@ FLAGS: list[Flag] = [
     *derived(
         rules.trl_counts,
         "train.evaluate_every",
-        "counted in updates; below 1 a share of them; -1: no evaluation",
+        "counted in updates; below 1 a share of them; -1: no evaluation; with recipe=trl nothing "
+        "without eval_strategy=steps",
         "eval_steps",
+        group=read_held_out,
+        default_only=tuple(rules.NO_ROWS_HELD_OUT),
     ),
     *derived(
         rules.trl_counts,
         "train.evaluate_every",
-        "no: no evaluation, whatever eval_steps says; epoch: after each epoch; steps: eval_steps "
-        "says how often, else each 10 updates",
+        "no: no evaluation, whatever eval_steps says, and no rows held out (task.hold_out); epoch: "
+        "after each epoch; steps: eval_steps says how often, else each 10 updates",
         "eval_strategy",
+        group=read_held_out,
+        default_only=tuple(rules.NO_ROWS_HELD_OUT),
     ),
     *derived(
         rules.trl_counts,

@@ -78,7 +78,8 @@ class Flag:
     meaning: str = ""  # in words, what the flag becomes, if it is more than another name of a key
     read: Reader | None = None  # reads the flag alone
     group: Group | None = None  # reads the flag together with others that have the same `group`
-    rule: Rule | None = None  # reads the flag with values of other keys
+    # Reads the flag with values of other keys; with `group` too, after it.
+    rule: Rule | None = None
     idle: bool = False  # True if the flag has no effect in Shoal
     refused: bool = False  # True if the flag is an error, unless its text is in `accepts`
     accepts: tuple[str, ...] = OFF  # with `refused`: texts that are no error

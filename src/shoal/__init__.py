@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from shoal.job.interrupt import end_on_interrupt, is_command
 
@@ -27,6 +27,7 @@ from shoal.config.sections.reward import REWARD_PRESETS
 from shoal.records import Example, ShoalError
 
 if TYPE_CHECKING:
+    from shoal.config.merge import Resolved
     from shoal.records import RewardFunction
     from shoal.runs.result import Result, load_run
     from shoal.tasks.task import Task
@@ -82,6 +83,14 @@ def _with_short_errors(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+@overload
+def train(*, dry_run: Literal[True], **overrides: Any) -> dict[str, Any]: ...
+
+
+@overload
+def train(*, dry_run: Literal[False] = False, **overrides: Any) -> Result: ...
+
+
 @_with_short_errors
 def train(
     *,
@@ -90,8 +99,9 @@ def train(
     correct: Callable[[str, Example], bool] | None = None,
     train_dataset: Any = None,
     eval_dataset: Any = None,
+    dry_run: bool = False,
     **overrides: Any,
-) -> Result:
+) -> Result | dict[str, Any]:
     """Evaluates a model, trains it, evaluates it again, and returns the run's Result. Prints like
     `shoal train`; raises ShoalError for a mistake that the user can fix.
 
@@ -106,7 +116,9 @@ def train(
     accuracy, only the mean reward. `reward`: a function or several, `f(prompts, completions,
     completion_ids, **columns) -> list of numbers`. `tools`, `environment`, `rollout`: functions
     that the model may call, a class of environments, a function that plays rollouts
-    (docs/agents.md), or their names. All other keys are those of `shoal train --help`: nested
+    (docs/agents.md), or their names. `dry_run=True` trains nothing: it makes the checks of `shoal
+    train --dry-run`, prints what that prints, and returns the value of each key by its dotted name.
+    All other keys are those of `shoal train --help`: nested
     (`optimizer={"lr": 1e-5}`), dotted (`**{"optimizer.lr": 1e-5}`) or with two underscores
     (`optimizer__lr=1e-5`). A key whose value is None counts as not given."""
     from shoal.commands.train import train as run
@@ -130,6 +142,8 @@ def train(
     with _in_their_names(resolved):
         data = _task_of_data(task, held_out, correct, config, functions)
         config = _with_environments_named(config, data)
+        if dry_run:
+            return _dry_run(config, resolved, functions, data)
         cache_by_configuration()
         config, console = open_console(config)
         summary = run(config, functions, _console(resolved, console), data, resolved.recipe)
@@ -144,6 +158,7 @@ def evaluate(
     correct: Callable[[str, Example], bool] | None = None,
     train_dataset: Any = None,
     eval_dataset: Any = None,
+    dry_run: bool = False,
     **overrides: Any,
 ) -> dict[str, Any]:
     """Evaluates one model and returns its figures for each set of questions, with how they were
@@ -153,7 +168,8 @@ def evaluate(
 
     If `task` is your own rows, `held_out` is evaluated; without it all rows of `task`, up to
     `task.num_eval_questions`. `held_out` alone will do, too. `train_dataset` and `eval_dataset`,
-    TRL's names, mean the same."""
+    TRL's names, mean the same. `dry_run=True` evaluates nothing, like `shoal eval --dry-run`, and
+    returns the value of each key by its dotted name."""
     from shoal.compat.trl_objects import without_objects
     from shoal.config.commands import EvalConfig
     from shoal.config.merge import from_overrides
@@ -179,12 +195,16 @@ def evaluate(
         with _in_their_names(resolved):
             with evaluating():
                 data = _task_of_data(task, held_out, correct, everything, functions)
+            if dry_run:
+                return _dry_run(config, resolved, functions, data)
             return score_responses(config, functions, _console(resolved), data)
     from shoal.commands.evaluate import evaluate as run
 
     with _in_their_names(resolved):
         with evaluating():
             data = _task_of_data(task, held_out, correct, config, functions)
+        if dry_run:
+            return _dry_run(config, resolved, functions, data)
         cache_by_configuration()
         return run(config, functions, _console(resolved), data)
 
@@ -297,6 +317,19 @@ def _with_environments_named(config: Any, task: Task | None) -> Any:
         factory = register_object(task.environments, "environments")
     environment = replace(config.environment, tools=tools, factory=factory)
     return replace(config, environment=environment)
+
+
+def _dry_run(
+    config: Any, resolved: Resolved, functions: Sequence[Callable], data: Task | None
+) -> dict[str, Any]:
+    """Prints what the command's `--dry-run` prints, and returns the value of each key by its dotted
+    name. `functions`, `data`: given from Python; `resolved`: the merge that made `config`.
+    ShoalError if the command would refuse the configuration."""
+    from shoal.commands.help import dry_run
+    from shoal.config.key import values_of
+
+    print(dry_run(config, resolved, functions, data), end="")
+    return values_of(config)
 
 
 @contextmanager

@@ -178,8 +178,10 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
     if command == "launch":
         config = replace(config, job=(*config.job, *job), dry_run=config.dry_run or is_dry_run)
     elif is_dry_run:
-        lines = _dry_run_lines(command, config, resolved)
-        print(dry_run(config, resolved, lines), end="")
+        # The check calls the reward function, which may print.
+        with _stdout_is_stderr(), _explained(command, config, resolved):
+            text = dry_run(config, resolved)
+        print(text, end="")
         return 0
     for key in POSITIONALS.get(command, ()):
         if key != "runs":  # without any, `shoal view` shows the newest run
@@ -195,36 +197,6 @@ def _run_command(command: str, words: list[str], job: Sequence[str] = ()) -> int
         print(json.dumps(json_ready(result), indent=2, ensure_ascii=False, allow_nan=False))
     has_failed = isinstance(result, Mapping) and result.get("ok") is False
     return USAGE_EXIT_CODE if has_failed else 0
-
-
-def _dry_run_lines(command: str, config: Any, resolved: Resolved) -> list[str]:
-    """Returns the lines that a dry run shows besides the settings: notes, warnings, and for some
-    commands an estimate or the files that they would write. Raises ShoalError if the command would
-    refuse the configuration. What the check prints goes to stderr."""
-    from shoal.compat.front import naming
-    from shoal.job.dry_run import adapter_lines, check_dry_run
-
-    lines = []
-    # The check calls the reward function, which may print.
-    with _stdout_is_stderr(), _explained(command, config, resolved):
-        in_their_names = naming(resolved)
-        for finding in check_dry_run(config):
-            label = "note" if finding.level == "ok" else "warning"
-            lines.append(f"{label}: {in_their_names(str(finding))}")
-        lines += adapter_lines(config)
-        if command == "plan":
-            from shoal.commands.plan import estimate
-
-            lines += estimate(config)
-        elif command == "export" and config.source:
-            from shoal.commands.export import card_lines
-
-            lines += card_lines(config)
-        elif command == "compat":
-            from shoal.commands.compat import checked_scripts
-
-            lines += map(str, checked_scripts(config))
-    return lines
 
 
 @contextlib.contextmanager

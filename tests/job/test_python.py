@@ -342,6 +342,59 @@ def test_a_run_whose_data_or_reward_came_from_python_says_so():
     ]
 
 
+# ---- a dry run
+
+
+def test_a_dry_run_prints_what_the_command_prints_and_returns_the_settings(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    words = [f"base_output_directory={runs}", "steps=3", "num_generations=4"]
+    assert cli.main(["train", "--dry-run", *words]) == 0
+    of_command = capsys.readouterr().out
+    keywords = {"base_output_directory": runs, "steps": 3, "num_generations": 4}
+    settings = shoal.train(**keywords, dry_run=True)
+    of_command = of_command.replace("# command line", "# Python")
+    of_command = of_command.replace("# --num_generations", "# the argument num_generations")
+    assert capsys.readouterr().out == of_command
+    assert (settings["steps"], settings["batch.group_size"]) == (3, 4)
+    assert settings["base_output_directory"] == str(runs)
+    assert not runs.exists()
+
+
+def test_a_dry_run_checks_rows_and_functions_from_python(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    keywords = {"train_dataset": rows(), "max_steps": 2, "batch__prompts_per_step": 2}
+    settings = shoal.train(**keywords, reward_funcs=[ones], dry_run=True)
+    assert (settings["task.name"], settings["reward.functions"]) == ("rows", ("python:ones",))
+    printed = capsys.readouterr().out
+    assert "reward.functions=[python:ones]  # the argument reward_funcs" in printed
+    assert "max_steps=2 became steps=2" in printed
+    assert "reward: of the answers tried all score 1" in printed  # the function was called
+
+    def one(completions, **_):
+        return 1.0
+
+    with pytest.raises(shoal.ShoalError, match="one"):
+        shoal.train(**keywords, reward_funcs=[one], dry_run=True)
+    with pytest.raises(shoal.ShoalError, match=r"fewer than batch.prompts_per_step=64"):
+        shoal.train(
+            task=rows(), reward=ones, eval_dataset=rows(2), batch__prompts_per_step=64, dry_run=True
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_an_evaluation_samples_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = shoal.evaluate(task=rows(), reward=ones, seed=3, dry_run=True)
+    assert settings["seed"] == 3
+    assert "#   seed=3  # Python (default 0)" in capsys.readouterr().out
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text("")
+    keywords = {"task": rows(), "reward": ones, "responses": answers}
+    assert shoal.evaluate(**keywords, dry_run=True)["responses"] == str(answers)
+    with pytest.raises(shoal.ShoalError, match="there is no such file"):
+        shoal.evaluate(**{**keywords, "responses": tmp_path / "none"}, dry_run=True)
+
+
 # ---- a table, a result
 
 

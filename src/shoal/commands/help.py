@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.config.arguments import POSITIONALS, positionals_text
@@ -23,6 +23,7 @@ from shoal.config.preset_files import (
 )
 from shoal.config.recipe_files import ABOUT, read_recipe
 from shoal.config.sections.model import ModelSection
+from shoal.config.stored import to_yaml
 from shoal.config.train import Config
 from shoal.config.yaml_files import flat_values
 from shoal.records import ShoalError
@@ -30,6 +31,7 @@ from shoal.text import did_you_mean, duration
 
 if TYPE_CHECKING:
     from shoal.config.merge import Resolved
+    from shoal.tasks.task import Task
 
 EXAMPLES = """\
 shoal train                                        trains a tiny model, one to three minutes \
@@ -285,12 +287,19 @@ def _wrapped(text: str, indent: int = 6, break_on_hyphens: bool = False) -> list
 # ---- before a run
 
 
-def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> str:
-    """Returns the text that a dry run prints: the resolved configuration as YAML, then comments
-    (lines that begin with `#`): notes of the merge, what other systems' flags became, values that
-    differ from the defaults with their origins, and the lines `warnings`; for a training also the
-    hub id that `model.name` loads and the size of a step. For `shoal plan` it has no YAML. Prints
-    nothing. `resolved`: the merge that made `config`."""
+def dry_run(
+    config: Any,
+    resolved: Resolved,
+    functions: Sequence[Callable] = (),
+    task: Task | None = None,
+) -> str:
+    """Checks a configuration as its command would, and returns the text that a dry run prints: the
+    resolved configuration as YAML, then comments (lines that begin with `#`): notes of the merge,
+    what other systems' flags became, values that differ from the defaults with their origins, and
+    what the check found; for a training also the hub id that `model.name` loads and the size of a
+    step. For `shoal plan` it has no YAML. Prints nothing itself; a reward function that the check
+    calls may. ShoalError if the command would refuse the configuration. `resolved`: the merge that
+    made `config`; `functions`, `task`: reward functions and data that were given from Python."""
     from shoal.config.merge import origin_text
     from shoal.config.stored import difference_from_defaults
 
@@ -321,9 +330,41 @@ def dry_run(config: Any, resolved: Resolved, warnings: Sequence[str] = ()) -> st
             lines.append(
                 "a resumed run has its own configuration, changed by the keys that you give"
             )
+    lines += _checked(config, resolved, functions, task)
     # For a plan only the estimate matters; `shoal train --dry-run` prints the settings.
-    text = "" if isinstance(config, PlanConfig) else resolved.text
-    for line in list(lines) + list(warnings):
+    text = "" if isinstance(config, PlanConfig) else to_yaml(config)
+    for line in lines:
         comment = f"# {' '.join(line.splitlines())}"
         text += comment.rstrip() + "\n"
     return text
+
+
+def _checked(
+    config: Any, resolved: Resolved, functions: Sequence[Callable], task: Task | None
+) -> list[str]:
+    """Returns the lines that a dry run shows besides the settings: notes, warnings, and for some
+    commands an estimate or the files that they would write. Arguments and errors as for
+    `dry_run`."""
+    from shoal.compat.front import naming
+    from shoal.job.dry_run import adapter_lines, check_dry_run
+
+    command = command_of(type(config))
+    in_their_names = naming(resolved)
+    lines = []
+    for finding in check_dry_run(config, functions, task):
+        label = "note" if finding.level == "ok" else "warning"
+        lines.append(f"{label}: {in_their_names(str(finding))}")
+    lines += adapter_lines(config)
+    if command == "plan":
+        from shoal.commands.plan import estimate
+
+        lines += estimate(config)
+    elif command == "export" and config.source:
+        from shoal.commands.export import card_lines
+
+        lines += card_lines(config)
+    elif command == "compat":
+        from shoal.commands.compat import checked_scripts
+
+        lines += map(str, checked_scripts(config))
+    return lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from shoal.files import INPUTS, check_input, check_new_file, check_new_folder, f
 from shoal.findings import NOT_HERE, Finding, Findings
 from shoal.records import ShoalError
 from shoal.runs.reader import read_summary
+from shoal.tasks.task import Task
 
 if TYPE_CHECKING:
     from shoal.job.job import Job
@@ -34,12 +35,15 @@ LARGE_STEP = 1 << 24
 devices."""
 
 
-def check_dry_run(config: Any) -> list[Finding]:
+def check_dry_run(
+    config: Any, functions: Sequence[Callable] = (), task: Task | None = None
+) -> list[Finding]:
     """Checks a command's configuration as its job would before it reads weights (`Job.check`),
     without the stages that need a download. Of commands like compat and view, and of eval with
     `responses`, only settings, names and files are checked. Returns the findings that are wrong or
     warnings, and those that say what is not checked because it is not on this machine. ShoalError
-    if the command would refuse the configuration."""
+    if the command would refuse the configuration. `functions`, `task`: reward functions and data
+    that were given from Python."""
     findings = Findings()
     command = command_of(type(config))
     check_before_weights(config)
@@ -51,9 +55,9 @@ def check_dry_run(config: Any) -> list[Finding]:
             check_placement(config, findings)
     elif command == "eval":
         if not config.responses:
-            _check_job(config, findings, command)
+            _check_job(config, findings, command, functions=functions, task=task)
     elif command in ("train", "sft", "doctor", "generate", "serve"):
-        _check_job(config, findings, command)
+        _check_job(config, findings, command, functions=functions, task=task)
     elif command in ("export", "convert"):
         from shoal.mesh import available_devices
 
@@ -66,8 +70,9 @@ def check_dry_run(config: Any) -> list[Finding]:
     return shown
 
 
-def _check_job(config: Any, findings: Findings, command: str) -> None:
+def _check_job(config: Any, findings: Findings, command: str, **given: Any) -> None:
     """Opens the stages of a command's job that can refuse it, as far as nothing must be downloaded.
+    `given`: what the job got from Python, as arguments of `Job`.
     A run in several processes is checked without its devices and its model. Returns at once for a
     resumed run that has made all its steps, because `shoal train` leaves such a run as it is.
     ShoalError if a stage refuses the job, or, in training with `train.on_warning=stop`, if there
@@ -87,7 +92,8 @@ def _check_job(config: Any, findings: Findings, command: str) -> None:
         has_other_processes = _has_processes(config, findings)
     # `shoal doctor` is judged like the run that it examines.
     as_command = "train" if isinstance(config, Config) else None
-    with offline(), _quiet_job(config, findings, resumed=resumed, command=as_command) as job:
+    given |= {"resumed": resumed, "command": as_command}
+    with offline(), _quiet_job(config, findings, **given) as job:
         if has_other_processes:
             job.leave_out("world")
         job.check()

@@ -126,6 +126,7 @@ def train(
     from shoal.job.cache import cache_by_configuration
     from shoal.job.process import open_console
     from shoal.job.resume import from_overrides_on_run
+    from shoal.runs.layout import with_last_runs
     from shoal.runs.result import Result
     from shoal.tasks.custom import given_data, listed
 
@@ -137,6 +138,7 @@ def train(
     task, held_out = listed(task, held_out)
     with given_data(task, held_out):  # num_train_epochs counts its rows
         config, resolved, functions = from_overrides_on_run(named)
+    config, resolved = with_last_runs(config, resolved)
     resolved = replace(resolved, notes=(*notes, *resolved.notes))
     config = _with_functions_named(config, functions)
     with _in_their_names(resolved):
@@ -175,6 +177,7 @@ def evaluate(
     from shoal.config.merge import from_overrides
     from shoal.job.cache import cache_by_configuration
     from shoal.job.own_task import config_for_eval_of_run
+    from shoal.runs.layout import with_last_runs
     from shoal.tasks.custom import is_data
     from shoal.tasks.splits import evaluating
 
@@ -186,6 +189,7 @@ def evaluate(
     config, resolved, functions = from_overrides(
         EvalConfig, **_named(task, held_out, correct, overrides)
     )
+    config, resolved = with_last_runs(config, resolved)
     config, resolved = config_for_eval_of_run(config, resolved, bool(functions), is_data(task))
     if config.responses:
         from shoal.commands.responses import score_responses

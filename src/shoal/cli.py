@@ -223,17 +223,19 @@ def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
 
 
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
-    """Returns (configuration, Resolved) of a command's words. With `resume`, which some commands
-    have, the settings of the run that it names have less precedence than the words and more than
-    the defaults; likewise for `eval` with `model=` a run's folder or bucket. Raises ShoalError for
-    a mistake of the user."""
+    """Returns (configuration, Resolved) of a command's words, with the path of a run in place of
+    `last`. With `resume`, which some commands have, the settings of the run that it names have less
+    precedence than the words and more than the defaults; likewise for `eval` with `model=` a run's
+    folder or bucket. Raises ShoalError for a mistake of the user."""
+    from shoal.runs.layout import with_last_runs
+
     if "resume" in keys_of(COMMANDS[command]):
         from shoal.job.resume import config_for_resume
 
-        return config_for_resume(COMMANDS[command], words)
+        return with_last_runs(*config_for_resume(COMMANDS[command], words))
     from shoal.config.merge import compose
 
-    config, resolved = compose(command, words)
+    config, resolved = with_last_runs(*compose(command, words))
     if command == "eval" and (is_bucket(config.model.path) or Path(config.model.path).is_dir()):
         from shoal.job.own_task import config_for_eval_of_run
 

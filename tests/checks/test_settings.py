@@ -178,11 +178,3 @@ def test_a_missing_model_is_answered_with_what_lies_beside_it_only_if_that_is_ne
         with pytest.raises(ShoalError) as caught:
             check_model(ModelSection(path=str(tmp_path / path)))
         assert str(caught.value).endswith(hint)
-
-
-def test_last_is_no_model_but_the_error_says_which_run_it_would_be(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "outputs").mkdir()
-    (tmp_path / "outputs" / "last").write_text("monday\n")
-    with pytest.raises(ShoalError, match=r"The run that was started last is outputs/monday\.$"):
-        check_model(ModelSection(path="last"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import pytest
 
+import shoal
 from shoal import cli
 from shoal.commands.compat import shim_argv
 from shoal.commands.help import TOPICS
@@ -31,7 +33,7 @@ from shoal.config.commands import (
     ViewConfig,
 )
 from shoal.config.derived import learning_rate_text, step_text
-from shoal.config.key import keys_of, sections_of
+from shoal.config.key import get_value, keys_of, sections_of
 from shoal.config.merge import compose
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.optimizer import BatchSection, OptimizerSection
@@ -137,9 +139,9 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
         ),
         (
             "rescore",
-            ["last", "reward=f.py:g"],
+            ["runs/a", "reward=f.py:g"],
             "rescore",
-            RescoreConfig(run="last", reward=RewardSection(functions=("f.py:g",))),
+            RescoreConfig(run="runs/a", reward=RewardSection(functions=("f.py:g",))),
         ),
         ("diff", ["a", "b"], "diff", DiffConfig(run="a", other="b")),
         (
@@ -221,6 +223,108 @@ def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
     assert "expected more than max_prefill_predict_length=100" in capsys.readouterr().err
 
 
+@pytest.fixture
+def outputs(run, monkeypatch) -> Path:
+    """`outputs/first` in the working folder, a copy of `run`; returns `outputs`."""
+    outputs = run.parent / "work" / "outputs"
+    outputs.mkdir(parents=True)
+    shutil.copytree(run, outputs / "first")
+    (outputs / "last").write_text("first\n")
+    monkeypatch.chdir(outputs.parent)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "key"),
+    [
+        ("train", ["model=last"], "model.path"),
+        ("train", ["--model_name_or_path=last"], "model.path"),
+        ("train", ["model.lora.path=last"], "model.lora.path"),
+        ("train", ["teacher.path=last"], "teacher.path"),
+        ("train", ["critic.path=last", "algorithm.advantage=gae"], "critic.path"),
+        ("doctor", ["model=last"], "model.path"),
+        ("plan", ["model=last"], "model.path"),
+        ("generate", ["model=last", "prompts=a", "output=b"], "model.path"),
+        ("serve", ["model=last"], "model.path"),
+        ("export", ["from=last", "to=b"], "source"),
+        ("convert", ["from=last", "to=b"], "source"),
+        ("rescore", ["last"], "run"),
+        ("replay", ["last"], "run"),
+        ("diff", ["a", "last"], "other"),
+        ("view", ["last"], "runs"),
+    ],
+)
+def test_last_is_the_run_started_last_wherever_a_run_is_taken(
+    calls, capsys, outputs, command, words, key
+):
+    name = "from" if key == "source" else key
+    for ending in ("last", "outputs/last"):
+        assert cli.main([command, *(word.replace("last", ending) for word in words)]) == 0
+        _, (config,), _ = calls.pop()
+        # A run stores the path, so that it means the same later.
+        assert get_value(config, key) in ("outputs/first", ("outputs/first",))
+        said = capsys.readouterr().out
+        assert f"{name}={ending} is outputs/first, the run that was started last\n" in said
+
+
+def test_groups_without_a_run_says_which_it_shows(outputs, capsys):
+    assert cli.main(["groups", "--dry-run"]) == 0
+    assert "# run=last is outputs/first, the run that was started last\n" in capsys.readouterr().out
+
+
+def test_last_is_looked_for_under_the_base_directory_of_the_command(calls, run, outputs, capsys):
+    shutil.rmtree(outputs)
+    base = f"base_output_directory={run.parent}"
+    assert cli.main(["train", "model=last", base]) == 0
+    assert cli.main(["export", f"from={run.parent}/last", "to=b"]) == 0
+    assert [calls[0][1][0].model.path, calls[1][1][0].source] == [str(run), str(run)]
+    for words, part in (
+        (["export", "from=last", "to=b"], "last: no run was started under outputs yet; name a run"),
+        (["groups"], "last: no run was started under outputs yet"),
+        (["train", "model=last", "base_output_directory=none"], "was started under none yet"),
+    ):
+        assert cli.main(words) == 2
+        assert part in capsys.readouterr().err
+    shutil.rmtree(run)
+    assert cli.main(["train", "model=last", base]) == 2
+    error = capsys.readouterr().err
+    assert f"last under {run.parent} is {run}, which is no longer there" in error
+
+
+def test_a_folder_of_the_name_last_is_meant_before_the_run(calls, outputs, capsys):
+    Path("last").mkdir()
+    assert cli.main(["export", "from=last", "to=b"]) == 0
+    assert calls[0][1][0].source == "last"
+    said = capsys.readouterr().out
+    assert said == "from=last is the folder `last` here, not the run started last\n"
+    (outputs / "last").unlink()
+    (outputs / "last").mkdir()
+    assert cli.main(["export", "from=outputs/last", "to=b"]) == 0
+    assert calls[1][1][0].source == "outputs/last"
+
+
+def test_a_sweep_is_given_the_path_of_the_run_started_last(outputs, capsys):
+    words = ["train", "--multirun", "model=last", "seed=1,2"]
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == (
+        "error: model.path=last is outputs/first, the run that was started last; each run of a "
+        "sweep becomes that when it starts, so give the path\n"
+    )
+    words[2] = "model=outputs/first"
+    assert cli.main([*words, "--dry-run"]) == 0
+
+
+def test_last_in_python(outputs, capsys):
+    with pytest.raises(ShoalError, match=r"outputs/first\b"):  # the run has no checkpoint
+        shoal.train(model="last", dry_run=True)
+    shutil.copytree(SOURCES / "shoal" / "assets" / "tiny", outputs / "model")
+    (outputs / "last").write_text("model\n")
+    assert shoal.train(model="last", dry_run=True)["model.path"] == "outputs/model"
+    assert "# model.path=last is outputs/model, the run" in capsys.readouterr().out
+    settings = shoal.evaluate(model="outputs/last", task="words", dry_run=True)
+    assert settings["model.path"] == "outputs/model"
+
+
 def test_a_run_to_go_on_with_must_be_there(calls, capsys, run):
     for words, part in (
         (["resume=last", f"base_output_directory={run}"], f"no run was started under {run} yet"),
@@ -236,7 +340,7 @@ def test_a_run_to_go_on_with_must_be_there(calls, capsys, run):
     ("words", "part"),
     [
         (["replay"], "run is not given: write run=... (run folder"),
-        (["diff", "a"], "other is not given: write other=... (another run folder)"),
+        (["diff", "a"], "other is not given: write other=... (another run folder, or `last`)"),
         (["diff", "a", "b", "c"], "c: one word too many, expected `shoal diff RUN OTHER`"),
         (["replay", "a", "stpe=3"], "did you mean step?"),
         (
@@ -580,9 +684,9 @@ def test_the_learning_rate_in_one_line(optimizer: dict[str, Any], text: str):
     assert learning_rate_text(Config(optimizer=section)).endswith(text)
 
 
-# launch prints the job, sft needs data
+# launch prints the job, sft needs data, groups a run
 @pytest.mark.parametrize(
-    "command", [command for command in COMMANDS if command not in ("launch", "sft")]
+    "command", [command for command in COMMANDS if command not in ("launch", "sft", "groups")]
 )
 def test_every_command_has_a_dry_run(capsys, calls, command):
     assert cli.main([command, "--dry-run"]) == 0

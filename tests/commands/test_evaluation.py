@@ -684,6 +684,16 @@ def test_a_run_is_asked_its_own_task(tmp_path, place):
     )
 
 
+def test_the_run_started_last_is_asked_its_own_task(tmp_path):
+    run = stored_run(tmp_path, ["task=custom", "task.path=one.jsonl", "reward=r.py:f"])
+    (tmp_path / "last").write_text(f"{run.relative_to(tmp_path)}\n")
+    config, resolved = cli._compose("eval", [f"model={tmp_path}/last"])
+    assert (config.model.path, config.task.path) == (str(run), "one.jsonl")
+    own, last = resolved.notes
+    assert own.startswith(f"{run}: evaluates its own task (custom, one.jsonl)")
+    assert last == f"model.path={tmp_path}/last is {run}, the run that was started last"
+
+
 def test_a_run_whose_task_came_from_python_asks_for_it_again(tmp_path):
     with pytest.raises(
         shoal.ShoalError, match="the task of this run came from Python: pass it again in Python"

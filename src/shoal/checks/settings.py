@@ -33,7 +33,7 @@ from shoal.config.train import Config
 from shoal.files import check_base, check_local, check_writable, find_input
 from shoal.findings import Findings
 from shoal.records import ShoalError
-from shoal.runs.layout import LAST, find_named, is_run, named_folder, refuse_foreign
+from shoal.runs.layout import find_named, is_run, named_folder, refuse_foreign
 from shoal.runs.notes import RunNotes
 from shoal.tasks.task import TASKS, load_by_name, no_reward
 from shoal.text import CLOSE, count, exact, likeness
@@ -210,10 +210,6 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
             neighbours = [name for name in neighbours if _is_near(local.name, name)]
         if neighbours:
             hint = f"{local.parent} holds {', '.join(neighbours[-5:])}."
-        newest = Path(Config.base_output_directory) / LAST
-        if section.path == LAST and newest.is_file():
-            folder = newest.parent / newest.read_text(encoding="utf-8").strip()
-            hint = f"The run that was started last is {folder}."
         raise ShoalError(f"{key}={section.path}: there is no model folder {shown}. {hint}")
     is_packaged_tokenizer = section.tokenizer == ModelSection.path
     if not (tokenizer.exists() or is_packaged_tokenizer or HUB_ID.fullmatch(section.tokenizer)):

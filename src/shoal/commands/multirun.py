@@ -32,7 +32,7 @@ from shoal.config.train import FOLDER_KEYS, Config
 from shoal.files import check_local, read_json
 from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.runs.layout import named_folder
+from shoal.runs.layout import named_folder, with_last_runs
 from shoal.runs.lines import json_ready, write_atomically
 from shoal.runs.reader import read_summary
 from shoal.text import count, figure_text
@@ -86,7 +86,16 @@ def multirun(
     every state `not run`. ShoalError for `resume=`, for keys or values that are wrong in any
     combination, and if the folder holds a single run or another sweep. Runs are numbered from 0."""
     combinations = list(combine(dataclass_of(command), words))
-    configs = [compose(command, line)[0] for _, line in combinations]
+    configs = []
+    for _, line in combinations:
+        config, resolved = compose(command, line)
+        named, resolved = with_last_runs(config, resolved)
+        if named != config:
+            raise ShoalError(
+                f"{resolved.notes[0]}; each run of a sweep becomes that when it starts, so give "
+                "the path"
+            )
+        configs.append(config)
     if configs[0].resume:
         raise ShoalError(
             f"resume={configs[0].resume}: a sweep is resumed by giving the same run_name and "

@@ -140,7 +140,7 @@ class ExportConfig:
     `source` in Python.)"""
 
     source: str = ""
-    """Run folder, one of its checkpoints, or a model folder."""
+    """Run folder (`last` for the run started last), one of its checkpoints, or a model folder."""
     to: str = ""
     """Folder to write, or hub:USER/NAME, a repository of Hugging Face's hub, to push it there (with
     the token in HF_TOKEN)."""
@@ -158,8 +158,8 @@ class ConvertConfig:
     """`shoal convert`: converts a checkpoint to MaxText's layout, or from it to Hugging Face's."""
 
     source: str = ""
-    """Model folder or hub id, run folder or one of its checkpoints, or a MaxText checkpoint
-    (`.../0/items`)."""
+    """Model folder or hub id, run folder (`last` for the run started last) or one of its
+    checkpoints, or a MaxText checkpoint (`.../0/items`)."""
     to: str = ""
     """Folder to write; empty for base_output_directory/run_name/0/items."""
     format: Literal["maxtext", "huggingface"] = "maxtext"
@@ -254,7 +254,7 @@ class DiffConfig:
     run: str = ""
     """Run folder, or `last`."""
     other: str = ""
-    """Another run folder."""
+    """Another run folder, or `last`."""
     json: bool = False
     """Print the result as JSON."""
 

@@ -18,7 +18,7 @@ from shoal.files import find_input
 from shoal.job.task import load_questions
 from shoal.records import Example, ShoalError
 from shoal.report.console import Console
-from shoal.runs.layout import is_run
+from shoal.runs.layout import is_run, with_last_runs
 from shoal.runs.reader import read_requested
 from shoal.weights.checkpoints import find_checkpoint
 
@@ -79,7 +79,8 @@ def config_for_eval_of_run(
         if setting.name not in ("task", "task.name"):
             given.append(setting)
     arguments = replace(resolved.arguments, settings=tuple(given))
-    config, resolved = load(EvalConfig, arguments, beneath=Layer(settings, "run"))
+    beneath = Layer(settings, "run")
+    config, resolved = with_last_runs(*load(EvalConfig, arguments, beneath=beneath))
     data = config.task.name
     if config.task.path:
         data += f", {config.task.path}"

@@ -6,13 +6,20 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shoal.buckets import RUNS, address, fetch, is_bucket
+from shoal.config.key import get_value, keys_of, with_values
+from shoal.config.train import Config
 from shoal.files import check_local, explain_write_errors, find_input
 from shoal.records import ShoalError
 from shoal.runs.lines import open_text
+
+if TYPE_CHECKING:
+    from shoal.config.merge import Resolved
 
 
 def make_run_folder(
@@ -168,28 +175,93 @@ LAST = "last"
 """The word for the run that was started last, and the file in base_output_directory that names that
 run."""
 
+RUN_KEYS = (
+    "model.path",
+    "model.lora.path",
+    "teacher.path",
+    "critic.path",
+    "source",
+    "run",
+    "other",
+    "runs",
+)
+"""Keys whose values may be runs, of all commands; `resume` is the one more, which
+`shoal.job.resume` reads before there is a configuration."""
+
+
+def last_run(name: str, base: str | os.PathLike[str] = "outputs") -> str:
+    """Returns the path, or the address in a bucket, of the run that was started last, if `name`
+    asks for it: `last` for the run under `base`, `FOLDER/last` for the one under another folder. ""
+    for any other name, also for `last` if there is a folder of this name. ShoalError if no run was
+    started there, or if it has been removed.
+
+    >>> last_run("last"), last_run("elsewhere/last"), last_run("outputs/first")
+    ('outputs/first', 'elsewhere/2026-07-30/19-29-57', '')
+    """
+    folder, _, end = name.rpartition("/")
+    if end != LAST or (not is_bucket(name) and Path(name).is_dir()):
+        return ""
+    if name == LAST:
+        folder = os.fspath(base)
+    if is_bucket(folder):
+        pointer = fetch(f"{folder}/{LAST}", "base_output_directory")
+    else:
+        pointer = check_local(folder, "base_output_directory") / LAST
+    if not pointer.is_file():
+        if name != LAST:
+            return ""
+        raise ShoalError(
+            f"last: no run was started under {folder} yet; name a run folder, or FOLDER/last for "
+            "the run that was started last under another base_output_directory"
+        )
+    run = pointer.read_text(encoding="utf-8").strip()
+    if is_bucket(folder):
+        return f"{folder}/{run}"
+    path = pointer.parent / run
+    if not path.is_dir():
+        raise ShoalError(
+            f"{name}: the run that was started last under {folder} is {path}, which is no longer "
+            "there; name a run folder"
+        )
+    return str(path)
+
+
+def with_last_runs(config: Any, resolved: Resolved) -> tuple[Any, Resolved]:
+    """Returns a command's configuration with the path of the run in place of `last` in RUN_KEYS,
+    so that its run stores the path, and the second with a line on each in its `notes`. In commands
+    that do not train, `last` is the newest run under the default of `base_output_directory`.
+    `resolved`: where the configuration comes from. ShoalError if there is no such run."""
+    base = Config.base_output_directory
+    if isinstance(config, Config):
+        base = config.base_output_directory
+    paths = {}
+    notes = []
+    for key in RUN_KEYS:
+        if key not in keys_of(type(config)):
+            continue
+        value = get_value(config, key)
+        names = list(value) if isinstance(value, tuple) else [value]
+        for index, name in enumerate(names):
+            shown = f"{'from' if key == 'source' else key}={name}"
+            run = last_run(name, base)
+            if run:
+                names[index] = run
+                notes.append(f"{shown} is {run}, the run that was started last")
+            elif name == LAST:
+                notes.append(f"{shown} is the folder `last` here, not the run started last")
+        paths[key] = tuple(names) if isinstance(value, tuple) else names[0]
+    if not notes:
+        return config, resolved
+    config = with_values(config, paths)
+    return config, replace(resolved, config=config, notes=(*notes, *resolved.notes))
+
 
 def find_run(name: str, base: str | os.PathLike[str] = "outputs", groups: bool = True) -> Path:
-    """Returns the folder of a run. `name`: its path, or the word `last` for the run that was
-    started last under `base` (unless there is a folder `last` here). A run in a bucket is copied to
-    this machine, without the arrays of its checkpoints and with its groups if `groups`, and the
-    copy is returned. ShoalError if there is no such folder, or if it has no config.yaml."""
-    if name == LAST and not Path(name).is_dir():
-        if is_bucket(base):
-            pointed = (
-                fetch(f"{base}/{LAST}", "base_output_directory").read_text(encoding="utf-8").strip()
-            )
-            return find_run(f"{base}/{pointed}", groups=groups)
-        base = Path(base).expanduser()
-        pointer = base / LAST
-        if not pointer.is_file():
-            raise ShoalError(
-                f"last: no run was started under {base} yet; name a run folder, or set "
-                "base_output_directory"
-            )
-        path = base / pointer.read_text(encoding="utf-8").strip()
-    else:
-        path = find_input(name, "run", groups=groups)
+    """Returns the folder of a run. `name`: its path, or `last` for the run that was started last
+    under `base`, as in `last_run`. A run in a bucket is copied to this machine, without the arrays
+    of its checkpoints and with its groups if `groups`, and the copy is returned. ShoalError if
+    there is no such folder, or if it has no config.yaml."""
+    path = find_input(last_run(name, base) or name, "run", groups=groups)
     if not path.is_dir():
         raise ShoalError(
             f"{path}: there is no such folder; give a run folder, or `last` for the run started "

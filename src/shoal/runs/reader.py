@@ -52,6 +52,7 @@ from shoal.runs.layout import (
     decided_file,
     find_run,
     is_run,
+    last_run,
     parts_of,
     process_start,
 )
@@ -692,13 +693,10 @@ def open_runs(
     paths: dict[Path, Path] = {}  # resolved path -> path as it was named
     names: dict[Path, str] = {}  # resolved path -> name, for runs found below a folder
     for word in words or [_newest(base)]:
-        if word == LAST:
-            run = find_run(word, base, groups=False)
-            paths[run.resolve()] = run
-            continue
-        folder = find_input(word, "runs")
+        name = last_run(word, base) or word
+        folder = find_input(name, "runs")
         if not folder.is_dir() or is_run(folder):
-            run = find_run(word, base, groups=False)
+            run = find_run(name, groups=False)
             paths[run.resolve()] = run
             continue
         for run in _runs_below(folder):

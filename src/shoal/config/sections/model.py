@@ -50,8 +50,9 @@ class ModelSection:
     """The keys `model.*`: the model, its types and how it is computed."""
 
     path: str = key("tiny", stages=("sampling", "update", "data", "evaluation"), on_resume="fixed")
-    """The model to train: a folder or hub id in Hugging Face format, a run folder, or a packaged
-    one: `tiny` for word problems, `tiny-tools` for calculator and guess."""
+    """The model to train: a folder or hub id in Hugging Face format, a run folder, `last` for the
+    run started last, or a packaged one: `tiny` for word problems, `tiny-tools` for calculator and
+    guess."""
     name: str = key("", stages=("sampling", "update", "evaluation"))
     """MaxText's name of the architecture (llama3.1-8b, ...), for a checkpoint without config.json.
     Without model.path, the hub's model of that name is loaded."""

@@ -15,12 +15,16 @@ from shoal.runs.metrics import METRICS, is_clock
 EVALUATION: Mapping[str, tuple[str, str]] = {
     "num_questions": ("questions", "number of questions"),
     "protocol": ("text", "how the answers were generated"),
-    "accuracy": ("share", "questions with a right answer; absent if the task does not define one"),
-    "accuracy_interval": ("shares", "its 95% interval (Wilson)"),
+    "accuracy": ("share", "right answers; absent if the task does not define which are right"),
+    "accuracy_interval": (
+        "shares",
+        "its 95% interval (Wilson); with several answers to a question that of one answer each, "
+        "which is never too narrow",
+    ),
     "accuracy_any_form": (
         "share",
-        "questions with a right answer wherever the text says it; in shoal eval of a task "
-        "that asks for a form",
+        "answers that are right wherever the text says it; in shoal eval of a task that asks for "
+        "a form",
     ),
     "well_formed": (
         "share",
@@ -33,16 +37,22 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
         "mean of a number that a reward function stored with each answer: by log_extra, or in "
         "verl's dict beside `score`",
     ),
+    "best_reward": (
+        "reward",
+        "mean of the highest reward of each question; without verdicts, with evaluation.samples "
+        "above 1",
+    ),
     "mean_length": ("tokens", "mean tokens of an answer"),
     "truncated": ("share", "answers that reached the token limit"),
     "pass@{k}": (
         "share",
-        "unbiased chance that one of k sampled answers is right; in the first and last evaluation",
+        "unbiased chance that one of k sampled answers is right; in the first and last evaluation, "
+        "with evaluation.samples above 1 in each",
     ),
     "pass@{k}_error": ("share", "its standard error over questions"),
     "pass@1": (
         "share",
-        "share of right answers among the samples; in the first and last evaluation",
+        "share of right answers among the samples; in the same evaluations",
     ),
     "pass@1_error": ("share", "its standard error over questions"),
     "maj@{k}": (
@@ -137,7 +147,9 @@ _EVALUATION_HEAD = """
 
 Each evaluation of a data set writes a line to `evaluations.jsonl`: `step` is the version of the
 weights, `name` the data set. TensorBoard and the services get the numbers as
-`evaluate/<name>/<figure>`. verl calls `accuracy` `val-core/<name>/acc/mean@1`.
+`evaluate/<name>/<figure>`. verl calls `accuracy` `val-core/<name>/acc/mean@n`, with n of
+`evaluation.samples`, `pass@k` `best@k/mean`, `maj@k` `maj@k/mean`, and `best_reward`
+`reward/best@n/mean`.
 """
 
 
@@ -197,6 +209,18 @@ DIFFERENCES: dict[str, Difference] = {
         "`loss_agg_mode=seq-mean-token-sum-norm` without `loss_scale_factor`",
         "divides by the longest response of each micro-batch",
         "divides by `data.max_response_length`",
+    ),
+    "verl long prompts": Difference(
+        "verl",
+        "a prompt that is too long, without `data.filter_overlong_prompts`",
+        "is cut from the left, whatever `data.truncation` says",
+        "is an error",
+    ),
+    "verl best@k": Difference(
+        "verl",
+        "`best@k` and `maj@k` of a validation with `val_kwargs.n` answers",
+        "means over random draws of k of the n answers",
+        "`pass@k` is exact, `maj@n` of all n answers",
     ),
     "verl clip_ratio": Difference(
         "verl",

@@ -44,7 +44,7 @@ from shoal.config.merge import compose
 from shoal.config.sections.devices import MeshSection, SamplerSection
 from shoal.config.sections.model import LoraSection, ModelSection
 from shoal.config.sections.optimizer import BatchSection
-from shoal.config.sections.sampling import SamplingSection
+from shoal.config.sections.sampling import EvaluationSection, SamplingSection
 from shoal.config.stored import texts_of
 from shoal.config.train import Config
 from shoal.job.hosts import engine_maker, run_engines, sampling_engine_maker
@@ -123,6 +123,19 @@ def test_one_engine_serves_all_sizes_that_fill_its_rows():
     assert made(64) == [0, 1, 0, 0]  # four siblings a row
 
 
+def test_evaluations_that_alone_truncate_have_an_engine_of_their_own():
+    places = plan_slots(sampling(256, 64), MODEL, 64, 8, 64, 0)
+    model = Model(PLAINEST, roles().sampler)
+    for truncates in (False, True):
+        make = engine_maker(
+            model, TOKENIZER, sampling(256, 64), places, 8, evaluation_truncated=truncates
+        )
+        training, answers = make(Purpose.TRAIN, 8), make(Purpose.EVALUATE, 8)
+        assert (training is answers) == (not truncates)
+        assert (training.truncated, answers.truncated) == (False, truncates)
+        assert make(Purpose.EVALUATE, 8) is answers
+
+
 def test_every_engine_stays_within_the_caches():
     """Greedy answers have rows of their own, each with a prompt's keys: there is room for fewer."""
     places = plan_slots(sampling(512, 512), MODEL, 16, 8, 16, 4608 * 2 * TOKEN)
@@ -138,16 +151,18 @@ def test_every_engine_stays_within_the_caches():
 def test_the_shapes_of_engines_are_known_without_them(num_kv_heads):
     """Also where two devices share a key/value head: of 300 and 100 tokens each caches a half, in
     blocks of 64."""
-    config = Config(sampling=sampling(300, 100), batch=BatchSection(4, 6))
+    answers = {}
+    if num_kv_heads == 1:
+        answers = {"evaluation": EvaluationSection(3, 0.6, top_p=0.9)}
+    config = Config(sampling=sampling(300, 100), batch=BatchSection(4, 6), **answers)
     made = make_roles(MeshSection(fsdp=4, tensor=2))
     a = replace(PLAINEST, num_kv_heads=num_kv_heads)
     model = Model(a, made.trainer)
     states = dict(engine_states(config, model, made, a))
     engines = dict(run_engines(config, model, made, TOKENIZER))
-    assert (
-        states == {name: engine.state_shapes() for name, engine in engines.items()}
-        and len(states) == 3
-    )
+    assert states == {name: engine.state_shapes() for name, engine in engines.items()} and len(
+        states
+    ) == (2 if answers else 3)
     cache: Any = states["training"].caches[0]
     parts = model.key_parts
     assert parts == 3 - num_kv_heads

@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,27 @@ from tiny_runs import PLAIN, Workshop, read_lines
 
 import shoal
 from shoal import cli
-from shoal.commands.evaluate import read_in_any_form, shared_questions, well_formed_advice
+from shoal.commands.evaluate import (
+    answer_rows,
+    read_in_any_form,
+    shared_questions,
+    well_formed_advice,
+)
 from shoal.config.keywords import PYTHON_OBJECTS
 from shoal.config.merge import compose
+from shoal.config.sections.sampling import EvaluationSection
 from shoal.config.sections.task import TaskSection
 from shoal.job.job import Job
 from shoal.protocols import GroupRequest
 from shoal.records import Completion, Example, Group, Purpose, SamplingParams, StopReason
 from shoal.report.console import Console
-from shoal.runs.metrics import majority_at_k, pass_at_k, standard_error
+from shoal.runs.metrics import majority_at_k, pass_at_k, standard_error, wilson_interval
 from shoal.runs.summary import evaluation_text, summary_rows
 from shoal.tasks.aime import blank as blank_aime
 from shoal.tasks.gsm8k import blank
 from shoal.tasks.task import Task
 from shoal.text import figure_text
-from shoal.trainer.evaluation import Answers, Evaluator, score_greedy, score_sampled
+from shoal.trainer.evaluation import Answers, Evaluator, score_answers, score_sampled
 from shoal.trainer.prompts import TokenizedExample
 
 # ---- by hand
@@ -101,7 +108,7 @@ def test_right_answers_without_the_tags_are_counted_too(texts, tagged, any_form)
             )
         )
     answers = Answers(groups, [])
-    figures = score_greedy(groups, gsm8k) | read_in_any_form(answers, gsm8k)
+    figures = score_answers(groups, gsm8k) | read_in_any_form(answers, gsm8k)
     assert figures["accuracy"] == tagged / 3 and figures["accuracy_any_form"] == any_form / 3
     line = evaluation_text(figures)
     assert (
@@ -195,7 +202,7 @@ def test_fewer_samples_than_were_drawn(k, names):
 def test_greedy_by_hand():
     groups = [group("a", "a"), group("b", "a"), group("b", "b"), group("b", "b")]
     verdict = lambda text, example: {"correct": text == "b", "row": example.row}  # noqa: E731
-    figures = score_greedy(
+    figures = score_answers(
         groups,
         task(
             verdict=verdict,
@@ -224,14 +231,71 @@ def test_numbers_that_rewards_store_with_answers_have_means():
         replace(group("b", "a"), extra={"acc": [0.0], "read": [2]}),
         replace(group("b", "a"), extra={"acc": [None]}),
     ]
-    figures = score_greedy(groups, task())
+    figures = score_answers(groups, task())
     assert figures["rewards/logged/acc"] == 0.5
     assert "rewards/logged/read" not in figures  # not all of it are numbers
 
 
+def test_means_over_several_answers_by_hand():
+    groups = [group("abba", "a"), group("bbbb", "a", row=1)]
+    verdict = lambda text, example: {"correct": text == "a"}  # noqa: E731
+    own = task(
+        verdict=verdict,
+        figures=lambda verdicts: {"strict": sum(one["correct"] for one in verdicts)},
+        well_formed=lambda text: text == "b",
+        extract=str,
+    )
+    figures = score_answers(groups, own, "mean of 4")
+    assert (figures["accuracy"], figures["num_questions"], figures["protocol"]) == (
+        2 / 8,
+        2,
+        "mean of 4",
+    )
+    # as if each question had one answer: never too narrow
+    assert figures["accuracy_interval"] == list(wilson_interval(0.5, 2))
+    assert (figures["strict"], figures["well_formed"]) == (2, 6 / 8)
+    assert figures["mean_reward"] == figures["rewards/own"] == (2 * 3 + 6 * 0.5) / 8
+    assert (figures["mean_length"], figures["truncated"]) == (3.5, 1 / 4)
+    assert (figures["pass@4"], figures["pass@1"], figures["maj@4"]) == (1 / 2, 1 / 4, 1 / 2)
+    assert figures["pass@2"] == pytest.approx((1 - 1 / 6) / 2)
+    assert figures["pass@4_error"] == pytest.approx(0.5)
+    assert "sampled_accuracy" not in figures and "best_reward" not in figures
+    assert read_in_any_form(Answers(groups), own) == {"accuracy_any_form": 2 / 8}
+    rows = list(answer_rows("main", Answers(groups), replace(own, question="q")))
+    assert [len(row["samples"]) for row in rows] == [4, 4] and rows[0]["correct"]
+
+
+def test_several_answers_without_verdicts_have_a_best_reward():
+    first = group("ab", "a", with_correct=False)
+    lost = replace(group("bb", "a", with_correct=False), rewards=np.array([np.nan, 0.25]))
+    figures = score_answers([first, lost], task())
+    assert figures["best_reward"] == (3 + 0.25) / 2
+    assert figures["mean_reward"] == pytest.approx((3 + 0.5 + 0.25) / 3)
+    assert "pass@2" not in figures and "best_reward" not in score_answers([group("a", "a")], task())
+
+
+def first_answers(groups: Sequence[Group]) -> list[Group]:
+    """The groups with their first completion alone."""
+    alone = []
+    for one in groups:
+        correct = None if one.correct is None else one.correct[:1]
+        alone.append(
+            replace(
+                one,
+                completions=one.completions[:1],
+                texts=one.texts[:1],
+                rewards=one.rewards[:1],
+                reward_components={name: row[:1] for name, row in one.reward_components.items()},
+                valid=one.valid[:1],
+                correct=correct,
+            )
+        )
+    return alone
+
+
 def test_without_a_right_answer_there_is_no_accuracy():
     groups = [group("ab", "a", with_correct=False), group("aa", "a", with_correct=False)]
-    figures = score_greedy(groups, task()) | score_sampled(
+    figures = score_answers(first_answers(groups), task()) | score_sampled(
         groups, SamplingParams(), task(extract=str)
     )
     assert not [
@@ -256,7 +320,7 @@ def test_without_a_right_answer_there_is_no_accuracy():
 
 def test_the_line_has_protocol_size_interval_and_errors():
     groups = [group("aa", "a"), group("ba", "a")]
-    figures = score_greedy(groups, task()) | score_sampled(
+    figures = score_answers(first_answers(groups), task()) | score_sampled(
         groups, SamplingParams(), task(extract=str)
     )
     text = evaluation_text(figures | {"data": "gsm8k, split test"})
@@ -317,7 +381,7 @@ def test_each_set_is_asked_once_and_the_first_is_sampled():
         ("main", 7, 3, 1),
         ("other", 5, 1, 0),
     ]
-    assert {name: (len(own.greedy), len(own.sampled)) for name, own in answers.items()} == {
+    assert {name: (len(own.main), len(own.sampled)) for name, own in answers.items()} == {
         "main": (2, 2),
         "other": (1, 0),
     }
@@ -337,13 +401,36 @@ def test_a_quick_evaluation_and_the_samples_take_the_first_questions():
         source = Source()
         answers = evaluator.answers(source, 3, 3, full)  # pyright: ignore[reportArgumentType]
         assert {
-            name: [one.example.row for one in own.greedy] for name, own in answers.items()
+            name: [one.example.row for one in own.main] for name, own in answers.items()
         } == greedy
         assert [one.example.row for one in answers["main"].sampled] == sampled
         assert evaluator.num_completions(full) == sum(one.num_completions for one in source.asked)
         figures = evaluator.score(answers)[0]["main"]
         assert figures["num_questions"] == len(greedy["main"])
         assert figures.get("sampled_num_questions", 0) == len(sampled)
+
+
+def test_every_evaluation_samples_the_answers_that_it_is_told_to():
+    params = SamplingParams(top_p=0.9, max_tokens=7)
+    answer_params = EvaluationSection(2, 0.6, top_k=5).params(params)
+    evaluator = Evaluator(
+        {"main": prepared(4, 7), "other": prepared(5)}, params, 3, task(), 1, 2, answer_params
+    )
+    for full, rows in ((True, [4, 7, 5]), (False, [4, 5])):
+        source = Source()
+        answers = evaluator.answers(source, 3, 3, full)  # pyright: ignore[reportArgumentType]
+        assert [one.example.row for one in source.asked] == rows
+        # no samples for pass@k beside them
+        assert {one.num_completions for one in source.asked} == {2}
+        assert {one.params for one in source.asked} == {
+            SamplingParams(temperature=0.6, top_k=5, top_p=1.0, max_tokens=7)
+        }
+        assert evaluator.num_completions(full) == 2 * len(rows)
+        figures = evaluator.score(answers)[0]["main"]
+        assert figures["protocol"] == "mean of 2 completions a question at temperature 0.6, top_k 5"
+        assert figures["accuracy"] == figures["pass@2"] == 1 and "sampled_protocol" not in figures
+    one = replace(evaluator, num_samples=1)
+    assert one.protocol == "1 completion a question at temperature 0.6, top_k 5"
 
 
 @pytest.mark.parametrize(

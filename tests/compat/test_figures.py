@@ -312,6 +312,8 @@ DIFFERENT: dict[str, str] = {
 """A documented difference -> the cases that show it."""
 
 NOT_SHOWN = {
+    "verl long prompts",
+    "verl best@k",
     "trl minibatches",
     "trl max_staleness",
     "trl weights in flight",

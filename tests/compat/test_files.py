@@ -212,8 +212,6 @@ def test_verls_file_loads_with_an_estimator_of_groups():
 @pytest.mark.parametrize(
     "line",
     [
-        "actor_rollout_ref.rollout.val_kwargs.n: 4",
-        "actor_rollout_ref.rollout.val_kwargs.temperature: 0.6",
         "actor_rollout_ref.rollout.logprobs_mode: raw_logprobs",
         "actor_rollout_ref.rollout.quantization: torchao",
         "actor_rollout_ref.rollout.agent.default_agent_loop: tool_agent",

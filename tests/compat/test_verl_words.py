@@ -14,6 +14,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.commands.compat import checked_scripts
+from shoal.compat.front import in_their_names
 from shoal.config.commands import CompatConfig
 from shoal.config.merge import compose
 from shoal.job.head import critic_text
@@ -234,7 +235,6 @@ def test_dapos_penalty_on_long_completions_is_reward_overlong_buffer_tokens(head
         ),
         (["reward_model.reward_kwargs.other=7"], "dapo's max_resp_len and overlong_buffer_cfg"),
         (["data.gen_batch_size=8"], "without it verl trains on all prompts that are sampled"),
-        (["data.truncation=left"], "filter_overlong_prompts=true drops those that are too long"),
         (["data.truncation=up"], "expected one of error, left, right, middle"),
     ],
 )
@@ -251,11 +251,70 @@ def test_what_a_reward_manager_or_the_data_cannot_be_is_said(words, said):
         ["data.gen_batch_size=1024"],
         ["data.gen_batch_size=8", "algorithm.filter_groups.enable=True"],
         ["data.truncation=left", "data.filter_overlong_prompts=True"],
+        ["data.truncation=left"],
     ],
 )
 def test_what_cannot_matter_is_accepted(words):
     config, _ = compose("train", ["recipe=verl", *words])
     assert config.batch.prompts_per_step == 1024 and config.reward.overlong_buffer_tokens == 0
+
+
+VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
+
+
+@pytest.mark.parametrize(
+    ("words", "answers", "said"),
+    [
+        (["n=8", "temperature=0.6"], (8, 0.6, 0, 1.0), ""),
+        (["n=1", "temperature=1.0", "top_p=0.7", "top_k=-1"], (1, 1.0, 0, 0.7), ""),
+        (["temperature=1.0", "top_k=20"], (1, 1.0, 20, 1.0), ""),
+        (["n=1", "top_k=20"], (1, 0, 0, 1.0), ""),
+        (["temperature=0", "top_p=0.7"], (1, 0, 0, 1.0), ""),
+        (["n=8"], (1, 0, 0, 1.0), "val_kwargs.temperature is 0, so one answer"),
+        (["n=8", "temperature=0"], (1, 0, 0, 1.0), "val_kwargs.temperature is 0, so one answer"),
+        (["do_sample=True"], (1, 0, 0, 1.0), "val_kwargs.temperature, by default 0, decides"),
+        (["top_p=0.7"], (1, 0, 0, 1.0), "evaluations are greedy"),
+        (["temperature=0.6", "do_sample=False"], (1, 0.6, 0, 1.0), "temperature, by default 0"),
+    ],
+)
+def test_a_validation_of_verl_is_an_evaluation(words, answers, said):
+    """verl 0.9.1: val_kwargs.temperature alone decides, in agent_loop.generate_sequences."""
+    config, resolved = compose("train", ["recipe=verl", *(VALIDATION + word for word in words)])
+    own = config.evaluation
+    assert (own.samples, own.temperature, own.top_k, own.top_p) == answers
+    assert said in "\n".join(resolved.notes)
+    assert said or not any(VALIDATION in line for line in resolved.notes)
+
+
+def test_a_validation_and_ones_own_keys_go_together():
+    config, _ = compose("train", [VALIDATION + "n=4", "evaluation.temperature=0.7"])
+    assert (config.evaluation.samples, config.evaluation.temperature) == (4, 0.7)
+    config, _ = compose("eval", [VALIDATION + "n=4", VALIDATION + "temperature=0.7"])
+    assert config.evaluation.samples == config.largest_group == 4
+    for word, said in (
+        ("n=0", "val_kwargs.n=0: expected a whole number of 1 or more"),
+        ("temperature=hot", "val_kwargs.temperature=hot: expected a finite number"),
+    ):
+        assert said in refusal("recipe=verl", VALIDATION + word)
+    wrong = [VALIDATION + "temperature=1", VALIDATION + "top_p=3"]
+    said = "(evaluation.top_p: --actor_rollout_ref.rollout.val_kwargs.top_p)"
+    assert said in refusal("recipe=verl", *wrong)
+
+
+def test_prompts_that_are_too_long_are_what_the_flags_say():
+    def long_prompts(*words: str) -> str:
+        return compose("train", list(words))[0].sampling.long_prompts
+
+    for recipe in ([], ["recipe=verl"]):
+        assert long_prompts(*recipe, "data.filter_overlong_prompts=True") == "drop"
+        assert long_prompts(*recipe, "data.truncation=left") == "error"
+        assert long_prompts(*recipe, "data.filter_overlong_prompts=False") == "error"
+        both = ["data.truncation=middle", "data.filter_overlong_prompts=True"]
+        assert long_prompts(*recipe, *both) == "drop"
+    assert long_prompts("data.max_prompt_length=64") == "warn"
+    _, resolved = compose("train", ["recipe=verl", "data.truncation=left"])
+    said = in_their_names("row 1 is too long: set sampling.long_prompts=drop", resolved)
+    assert "sampling.long_prompts is data.filter_overlong_prompts" in said
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from shoal.commands.help import command_help
 from shoal.config.arguments import read_arguments
 from shoal.config.choices import ADVANTAGES, POLICY_LOSSES
 from shoal.config.commands import COMMANDS, EvalConfig, ExportConfig, GenerateConfig
+from shoal.config.derived import evaluates_as_in_training, evaluation_completions
 from shoal.config.key import (
     Key,
     OnResume,
@@ -506,6 +507,53 @@ def test_the_best_are_found_by_evaluations_of_the_same_questions():
         compose("train", ["train.quick_questions=7", "checkpoint.keep_best=1"])
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluation.samples=4"], "expected 1, or evaluation.temperature above 0"),
+        (["evaluation.samples=0"], "evaluation.samples=0"),
+        (["evaluation.temperature=-1"], "evaluation.temperature=-1.0"),
+        (["evaluation.temperature=1", "evaluation.top_p=0"], "evaluation.top_p=0.0"),
+        (["evaluation.temperature=1", "train.pass_k=4"], "train.pass_k=4: expected 0 with"),
+        (
+            ["evaluation.temperature=1", "evaluation.samples=16", "sampling.slots_per_device=8"],
+            "(evaluation.samples=16)",
+        ),
+        (
+            [
+                "evaluation.temperature=1",
+                *["sampler.kind=vllm", "vllm.python=p", "sampling.top_p=0.9"],
+            ],
+            "evaluation.temperature=1.0: expected 0 (greedy) with sampler.kind=vllm",
+        ),
+    ],
+)
+def test_answers_of_an_evaluation_that_cannot_be(words, said):
+    with pytest.raises(ShoalError) as caught:
+        compose("train", words)
+    assert said in str(caught.value)
+
+
+def test_sampled_answers_take_the_place_of_samples_for_pass_k():
+    greedy = compose("train", ["steps=20"])[0]
+    words = ["steps=20", "evaluation.temperature=0.6", "evaluation.samples=4"]
+    sampled = compose("train", words)[0]
+    assert (greedy.pass_k, sampled.pass_k) == (8, 0)
+    # 500 and 100 questions: two whole evaluations and one of 100 questions of each set between
+    sets = {"held_out": 500, "other": 100}
+    assert evaluation_completions(greedy, sets) == 2 * (600 + 8 * 100) + 200
+    assert evaluation_completions(sampled, sets) == 4 * (2 * 600 + 200)
+    assert evaluates_as_in_training(sampled)
+    cut = compose("train", [*words, "evaluation.top_p=0.9"])[0]
+    assert not evaluates_as_in_training(cut)
+    both = compose("train", [*words, "evaluation.top_p=0.9", "sampling.top_p=0.5"])[0]
+    assert not evaluates_as_in_training(both)  # training stores what it sampled from
+    word = "algorithm.match_sampling_support=false"
+    assert evaluates_as_in_training(compose("train", [*words, "sampling.top_p=0.5", word])[0])
+    # greedy: top_p has no effect
+    assert evaluates_as_in_training(compose("train", ["evaluation.top_p=0.9"])[0])
+
+
 def test_eval_has_its_own_gsm8k_sizes():
     assert difference("eval", "task=gsm8k") == {
         "task.name": "gsm8k",
@@ -980,6 +1028,9 @@ FIXED_MEANING = {
     "seed",
     "model.lora.rank",
     "reward.overlong_buffer_tokens",
+    "evaluation.temperature",
+    "evaluation.top_k",
+    "evaluation.min_p",
     "sampling.top_k",
     "sampling.min_p",
     "sampling.mean_completion_tokens",

@@ -189,9 +189,15 @@ from shoal.records import ShoalError
             ],
             {"mesh.trainer": "0.5", "mesh.sampler": "0.5", "mesh.sampler_tensor": 4},
         ),
-        (["data.filter_overlong_prompts=True", "data.truncation=error", "steps=7"], {"steps": 7}),
+        (
+            ["data.filter_overlong_prompts=True", "data.truncation=error", "steps=7"],
+            {"steps": 7, "sampling.long_prompts": "drop"},
+        ),
         (["data.truncation='error'"], {"sampling.long_prompts": "error"}),
-        (["sampling.long_prompts=drop", "data.truncation=error"], {}),
+        (
+            ["sampling.long_prompts=drop", "data.truncation=error"],
+            {"sampling.long_prompts": "drop"},
+        ),
         (["trainer.nnodes=2"], {"mesh.trainer": "16", "mesh.fsdp": -1}),
         (["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], {}),
         (
@@ -400,7 +406,6 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
             ["actor_rollout_ref.actor.ppo_mini_batch_size=5"],
             "expected a divisor of batch.prompts_per_step=32",
         ),
-        (["data.truncation=left"], "data.truncation=left: expected error"),
         (["algorithm.adv_estimator=remax"], "expected one of grpo, rloo"),
         (["critic.enable=true"], "expected algorithm.adv_estimator=gae with it"),
         (["trainer.critic_warmup=3"], "expected 0, or algorithm.adv_estimator=gae"),

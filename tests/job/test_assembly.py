@@ -32,6 +32,8 @@ from shoal.config.merge import compose
 from shoal.job import training as job_training
 from shoal.mesh import return_freed_memory
 from shoal.model.families import architecture_of
+from shoal.records import Purpose
+from shoal.runs.groups import groups_file, read_file
 from shoal.runs.metrics import METRICS, metric
 from shoal.runs.reader import read_config, read_decisions
 from shoal.weights import huggingface
@@ -706,6 +708,28 @@ def test_several_rewards_with_weights(workshop):
             assert completion["reward"] == pytest.approx(
                 2 * parts["letters"] - 0.5 * parts["vowels"]
             )
+
+
+@pytest.mark.slow
+def test_evaluations_of_several_sampled_answers(workshop):
+    sampled = ("evaluation.samples=2", "evaluation.temperature=0.7", "evaluation.top_k=5")
+    run = workshop.train(
+        "sampled", *sampled, "train.pass_k=0", "train.evaluate_every=1", "train.quick_questions=1"
+    )
+    lines = read_lines(run / "evaluations.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line in lines:
+        assert line["protocol"] == "mean of 2 completions a question at temperature 0.7, top_k 5"
+        assert line["pass@2"] >= line["pass@1"] == line["accuracy"]
+        assert "maj@2" in line and "sampled_protocol" not in line
+    file = run / "groups" / groups_file(Purpose.EVALUATE, "held_out", 2)
+    stored = [entry.group for entry in read_file(file)]
+    assert {group.size for group in stored} == {2} and len(stored) == lines[2]["num_questions"]
+    rewards = [reward for group in stored for reward in group.rewards]
+    assert lines[2]["mean_reward"] == pytest.approx(np.mean(rewards))
+    # `shoal eval` answers as the run did.
+    figures = shoal.evaluate(model=str(run), batch=8)["held_out"]
+    assert figures["protocol"] == lines[0]["protocol"] and "pass@2" in figures
 
 
 @pytest.mark.slow

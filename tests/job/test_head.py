@@ -515,9 +515,20 @@ def test_prompts_that_are_dropped_because_that_was_asked_for_are_no_warning(work
         rows.append({"question": question, "answer": f"#### {27 + number}"})
     (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["sampling.max_prompt_tokens=64", f"task.path={tmp_path}/long.jsonl"]
+    held_out = [f"task.eval_split={tmp_path}/held.jsonl"]
+    (tmp_path / "held.jsonl").write_text((tmp_path / "long.jsonl").read_text().replace("+", "-"))
     own = "prompts checked have more than"
-    asked = head_of(workshop, "recipe=verl", "data.filter_overlong_prompts=True", *words)
-    assert not any(own in line for line in asked)
-    assert any(", of which those above 64 are dropped" in line for line in asked)
-    [unasked] = [line for line in head_of(workshop, *words) if own in line]
+    of_held_out = "prompts of held_out have more than"
+    asked_for = (["recipe=verl", "data.filter_overlong_prompts=True"],)
+    asked_for += (["data.filter_overlong_prompts=True"], ["sampling.long_prompts=drop"])
+    for asking in asked_for:
+        asked = head_of(workshop, *asking, *words, *held_out)
+        assert not any(own in line for line in asked)
+        assert any(", of which those above 64 are dropped" in line for line in asked)
+        [said] = [line for line in asked if of_held_out in line]
+        assert said.startswith("5 of 10 prompts")  # no warning
+    lines = head_of(workshop, *words, *held_out)
+    [unasked] = [line for line in lines if own in line]
     assert unasked.startswith("warning") and "raise it" not in unasked
+    [said] = [line for line in lines if of_held_out in line]
+    assert said.startswith("warning")

@@ -1041,7 +1041,8 @@ def test_what_was_requested_and_what_the_run_decided_are_two_files(stopped, deci
     )
     assert decisions["batch.micro_tokens"].sources["devices of the trainer"] == "1 x cpu"
     assert decisions["model.dtype"] == Decision("float32", {"platform of the trainer": "cpu"})
-    assert decisions["train.pass_k"] == Decision(8, {"task.name": "words"})
+    sources = {"task.name": "words", "evaluation.temperature": 0.0}
+    assert decisions["train.pass_k"] == Decision(8, sources)
     assert decisions["publish.channel"].value == "memory"
     assert decisions["train.max_staleness"] == Decision(0, {"train.weight_sync_interval": 1})
     assert decisions["model.remat"].value == "dots"

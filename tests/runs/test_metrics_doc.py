@@ -29,7 +29,7 @@ from shoal.runs.metrics import (
     metric,
 )
 from shoal.tasks.task import Task
-from shoal.trainer.evaluation import Answers, score_greedy, score_sampled
+from shoal.trainer.evaluation import Answers, score_answers, score_sampled
 
 reference = load("docs/reference.py")
 
@@ -100,8 +100,9 @@ def test_every_figure_of_an_evaluation_stands_on_the_page():
         extract=extract,
         verdict=verdict,
     )
-    figures = score_greedy([group], task) | score_sampled([group], SamplingParams(), task)
-    figures |= read_in_any_form(Answers(greedy=[group]), task)
+    figures = score_answers([group], task) | score_sampled([group], SamplingParams(), task)
+    figures |= read_in_any_form(Answers(main=[group]), task)
+    figures |= score_answers([replace(group, correct=None)], task)  # without verdicts
     names = set()
     for name in figures:
         general = name.replace("exact", "{function}").replace("@2", "@{k}")

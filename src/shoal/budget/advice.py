@@ -435,9 +435,11 @@ def plain_changes(config: Any) -> list[Change]:
 
 def _fewer_slots(budget: Budget) -> list[Change]:
     """Returns changes of `sampling.slots_per_device` to half as many slots as now, and to as few as
-    a group (or pass@k) needs; without those that are no fewer than now, or too few for a group."""
+    a group (or an evaluation's) needs; without those that are no fewer than now, or too few for a
+    group."""
     now = -(-budget.slots // len(budget.roles["sampler"].devices))
-    least = max(budget.config.batch.group_size, budget.config.pass_k)
+    config = budget.config
+    least = max(config.batch.group_size, config.pass_k, config.evaluation.samples)
     changes = []
     # a dict, so that two equal sizes give one change
     for fewer in dict.fromkeys((now // 2, least)):

@@ -12,7 +12,7 @@ import jax
 
 from shoal.budget.auto import free_cache_bytes
 from shoal.budget.memory import CacheBytes, cache_bytes
-from shoal.config.derived import max_support
+from shoal.config.derived import evaluates_as_in_training
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.train import Config, Turns
 from shoal.mesh import Roles
@@ -260,12 +260,12 @@ def engine_states(
     if not config.algorithm.learns_from_data:
         group_sizes["training"] = config.batch.group_size
     if config.evaluate_every >= 0:
-        group_sizes["evaluation"] = 1
+        group_sizes["evaluation"] = config.evaluation.samples
         if config.pass_k:
             group_sizes["pass@k"] = config.pass_k
     shards = own.role.row_shards
     for name, size in group_sizes.items():
-        is_shared = name == "training" or not max_support(config)
+        is_shared = name == "training" or evaluates_as_in_training(config)
         slots, siblings = plan.rows_for(size, config.batch.group_size, is_shared)
         rows = num_rows(slots, siblings, shards)
         pages = shards * plan.room.pages(slots, siblings)

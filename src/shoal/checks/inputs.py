@@ -18,7 +18,6 @@ from shoal.chat.dialogue import ASSISTANT, Stream, streams_of, text_stream, unwr
 from shoal.chat.tokenizer import Tokenizer
 from shoal.checks.reward import FORMS, gold_of, worked_solution, write_answer
 from shoal.config.derived import evaluation_completions
-from shoal.config.merge import packaged_values
 from shoal.config.sections.devices import MeshSection
 from shoal.config.train import Config
 from shoal.findings import Finding, Findings
@@ -196,10 +195,9 @@ def check_prompts(
         check_template(tokenizer, encode, [example.example for example in rendered], findings)
     check_template_writes(config, task, tokenizer, check)
     too_long = int((lengths > limit).sum())
-    drops = config.sampling.long_prompts == "drop"
-    # A recipe for which they are an error was changed: what was asked for is no warning.
-    is_asked = drops and packaged_values(config).get("sampling.long_prompts") == "error"
-    is_noted = is_asked and too_long < len(lengths)
+    drops = config.sampling.long_prompts != "error"
+    # What was asked for is no warning.
+    is_noted = config.sampling.long_prompts == "drop" and too_long < len(lengths)
     if too_long and not is_noted:
         advice = f" and are dropped; {lengths.max()} keeps all of these" if drops else ": raise it"
         report = check.warning if too_long < len(lengths) else check.wrong
@@ -210,11 +208,14 @@ def check_prompts(
         )
     evaluated = evaluation_completions(config, set_sizes(task))
     trained = config.steps * prompts_per_step * config.batch.group_size
+    of_question = f"train.pass_k={config.pass_k}"
+    if not config.evaluation.is_greedy:
+        of_question = f"evaluation.samples={config.evaluation.samples}"
     if config.steps and evaluated > 2 * trained:
         check.warning(
             f"evaluation samples {evaluated:,} completions, training {trained:,}: lower "
             f"task.num_eval_questions={config.task.num_eval_questions} (0 is all) or "
-            f"train.pass_k={config.pass_k}, or turn evaluation off with train.evaluate_every=-1",
+            f"{of_question}, or turn evaluation off with train.evaluate_every=-1",
             "task.num_eval_questions",
         )
     _check_answers(config, task, tokenizer, check)

@@ -41,12 +41,12 @@ def evaluate(
     console: Console | None = None,
     task: Task | None = None,
 ) -> dict[str, Any]:
-    """Evaluates a model on the task's sets of questions, with greedy answers and, for pass@k,
-    samples. Prints and returns set -> figures, with how they were measured. Writes every answer to
-    `config.output`, if given; ShoalError if that file exists already, if a set of questions has the
-    name of one of its fields, or if a check of the job fails. `reward_functions`, `task`: given
-    from Python in place of those that the configuration names; an empty sequence or None for the
-    configuration's. A `console` that is given can be used afterwards."""
+    """Evaluates a model on the task's sets of questions, with greedy or sampled answers and, for
+    pass@k, samples. Prints and returns set -> figures, with how they were measured. Writes every
+    answer to `config.output`, if given; ShoalError if that file exists already, if a set of
+    questions has the name of one of its fields, or if a check of the job fails. `reward_functions`,
+    `task`: given from Python in place of those that the configuration names; an empty sequence or
+    None for the configuration's. A `console` that is given can be used afterwards."""
     output = check_new_file(config.output, "output") if config.output else None
     check_model(config.model)
     with (
@@ -64,19 +64,26 @@ def evaluate(
             )
         overlaps = shared_questions(config.model.path, task, console)
         params = config.sampling.params
-        if config.pass_k and params.temperature == 0:
+        if config.evaluation.is_greedy and config.pass_k and params.temperature == 0:
             console.note(
                 "sampling.temperature=0: only greedy answers; pass@k and maj@k need samples that "
                 "differ"
             )
         source = job.rollout_source
         source.publish(0, job.load_weights())  # as version 0
-        evaluator = Evaluator(job.evaluation_sets, params, config.pass_k, task)
+        evaluator = Evaluator(
+            sets=job.evaluation_sets,
+            params=params,
+            pass_k=config.pass_k,
+            task=task,
+            num_samples=config.evaluation.samples,
+            answer_params=config.evaluation.params(params),
+        )
         answers = evaluator.answers(source, 0, 0, full=True)  # of version 0
         failures = source.read_stats(Purpose.EVALUATE).failures
         set_of_row: dict[int, str] = {}
         for name, of_set in answers.items():
-            for group in of_set.greedy:  # a question in several sets belongs to the first
+            for group in of_set.main:  # a question in several sets belongs to the first
                 set_of_row.setdefault(group.example.row, name)
         data = describe_data(config.task, task, job.tokenizer, bool(config.model.template))
         figures = {}
@@ -131,16 +138,16 @@ def shared_questions(model: str, task: Task, console: Console) -> dict[str, Over
 
 
 def read_in_any_form(answers: Answers, task: Task) -> dict[str, float]:
-    """Returns `accuracy_any_form`, the share of questions whose greedy answer is right when it is
-    looked for anywhere in the text: judged by `task.verdict`. {} if the task has no `verdict` or no
-    `extract`, and so reads answers in only one way, or if there are no greedy answers."""
-    if task.verdict is None or task.extract is None or not answers.greedy:
+    """Returns `accuracy_any_form`, the share of answers that are right when the answer is looked
+    for anywhere in the text: judged by `task.verdict`. {} if the task has no `verdict` or no
+    `extract`, and so reads answers in only one way, or if there are no answers."""
+    if task.verdict is None or task.extract is None or not answers.main:
         return {}
-    num_correct = 0
-    for group in answers.greedy:
-        verdict = task.verdict(group.answers[0], group.example)
-        num_correct += bool(verdict["correct"])
-    return {"accuracy_any_form": num_correct / len(answers.greedy)}
+    judged = []
+    for group in answers.main:
+        for answer in group.answers:
+            judged.append(bool(task.verdict(answer, group.example)["correct"]))
+    return {"accuracy_any_form": sum(judged) / len(judged)}
 
 
 def well_formed_advice(task: Task) -> str:
@@ -183,20 +190,23 @@ def describe_data(
 
 def answer_rows(subset: str, answers: Answers, task: Task) -> Iterator[dict[str, Any]]:
     """Yields a row for each question of a set named `subset`: `set`, `row` in the data, `question`,
-    `gold` (its ground truth), and of the greedy answer `response`, `correct`, `reward`, `rewards`
+    `gold` (its ground truth), and of its first answer `response`, `correct`, `reward`, `rewards`
     (function -> score), `length` in tokens and `stop_reason`; with `verdict` if the task makes one
-    of an answer, and `samples`, a list of the samples with the same fields, if there are any."""
-    for greedy, sampled in zip_longest(answers.greedy, answers.sampled):
-        example = greedy.example
+    of an answer, and `samples`, a list with the same fields: of the samples for pass@k if there are
+    any, or of all answers if the question has several."""
+    for main, sampled in zip_longest(answers.main, answers.sampled):
+        example = main.example
         row = {
             "set": subset,
             "row": example.row,
             "question": question_text(example, task.question),
             "gold": ground_truth(example.columns),
-            **_scored_completion(greedy, 0),
+            **_scored_completion(main, 0),
         }
         if task.verdict is not None:
-            row["verdict"] = task.verdict(greedy.answers[0], example)
+            row["verdict"] = task.verdict(main.answers[0], example)
+        if main.size > 1:
+            sampled = main
         if sampled is not None:
             row["samples"] = [_scored_completion(sampled, index) for index in range(sampled.size)]
         yield row

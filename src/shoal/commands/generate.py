@@ -63,7 +63,9 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         console.note(f"model: {model_text(config.model, job.model_source, job.model)}{named}")
         tokenizer = job.tokenizer
         size = config.num_generations
-        prompts = encode_all(file.name, examples, job.encode, config.sampling, console.warning)
+        prompts = encode_all(
+            file.name, examples, job.encode, config.sampling, console.warning, console.note
+        )
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
         engine = job.engine_maker()(Purpose.GENERATE, size)
         # Version 0. delete_source: the weights as loaded are not needed beside the sampler's copy.

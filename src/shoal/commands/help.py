@@ -68,6 +68,7 @@ TOPICS: Mapping[str, str] = {
     "critic": "a second model that learns what a rollout will earn",
     "batch": "sizes of a step, a group and a micro-batch",
     "train": "evaluation, staleness and curriculum",
+    "evaluation": "how the questions of an evaluation are answered",
     "mesh": "how devices share the work",
     "sampler": "samplers in processes of their own",
     "publish": "how samplers get new weights",

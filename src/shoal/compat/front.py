@@ -35,7 +35,7 @@ from shoal.config.foreign import (
     Yielding,
 )
 from shoal.config.key import keys_of, shown, text_of
-from shoal.config.merge import Merged, Resolved, with_origins
+from shoal.config.merge import PACKAGED, Merged, Resolved, with_origins
 from shoal.config.names import names_of
 from shoal.config.token import HUB_TOKEN_KEY
 from shoal.records import ShoalError
@@ -773,7 +773,10 @@ def in_their_names(message: str, resolved: Resolved) -> str:
         for key in flag.keys:
             # The whole dotted name, not a part of a longer one.
             is_mentioned = re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message)
-            if key in resolved.origins or not is_mentioned:
+            # A name that the user did not type: the key is at its default, or a recipe's.
+            origin = resolved.origins.get(key, "")
+            is_typed = origin and origin.partition(" ")[0] not in PACKAGED.values()
+            if is_typed or not is_mentioned:
                 continue
             # Of several flags the one with the key's own name, like `warmup_steps`.
             if key not in named or flag.name == key.rpartition(".")[2]:

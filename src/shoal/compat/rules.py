@@ -736,7 +736,7 @@ def _training_rows(get: GetValue) -> _Rows | None:
     if task is None:
         return None
     number = len(task.train)
-    if get("sampling.long_prompts") != "drop":
+    if get("sampling.long_prompts") == "error":
         return _Rows(number, place)
     left = _num_short_rows(task, get)
     limit = get("sampling.max_prompt_tokens")
@@ -913,6 +913,37 @@ def verl_warmup(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     if each > 1:
         sentence += f", each of {each} updates"
     return {"optimizer.warmup_steps": str(steps * each)}, sentence
+
+
+def verl_validation(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts val_kwargs, how verl answers the questions of a validation, to evaluation.*. As in
+    verl 0.9, the temperature (0 if nothing sets one) decides whether answers are greedy. Greedy
+    answers to a question are all the same, so one stands for the n. ShoalError for an n below 1,
+    and for a temperature that is no number."""
+    named = last_part(given)
+    temperature = get("evaluation.temperature")
+    values = {}
+    if "temperature" in named:
+        temperature = to_float("val_kwargs.temperature", named["temperature"])
+        values["evaluation.temperature"] = named["temperature"]
+    number = to_int("val_kwargs.n", named.get("n", "1"))
+    if temperature == 0:
+        if "n" in named:
+            values["evaluation.samples"] = "1"
+        if number > 1:
+            sentence = (
+                "greedy, as there: val_kwargs.temperature is 0, so one answer to each question "
+                f"stands for all {number}"
+            )
+            return values, sentence
+        return values, "" if values else "evaluations are greedy: val_kwargs.temperature is 0"
+    if "n" in named:
+        values["evaluation.samples"] = str(number)
+    if "top_p" in named:
+        values["evaluation.top_p"] = named["top_p"]
+    if "top_k" in named:
+        values["evaluation.top_k"] = "0" if named["top_k"] == "-1" else named["top_k"]
+    return values, ""
 
 
 VERL_CRITIC: dict[str, str] = {
@@ -1192,6 +1223,7 @@ RULES: tuple[Rule, ...] = (
     trl_staleness,
     verl_staleness,
     verl_counts,
+    verl_validation,
     trl_updates,
     trl_episodes,
     maxtext_train_rl,

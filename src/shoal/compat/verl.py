@@ -68,10 +68,6 @@ _OVERLONG = (
     "reward_model.overlong_buffer.",
     "reward.overlong_buffer.",
 )
-_SAMPLED_EVALUATION = (
-    "each evaluation is greedy; train.pass_k=N also samples N answers of each question in the "
-    "first and the last one, at sampling.temperature: pass@1 is mean@N there, pass@N best@N"
-)
 _KL = "kl kl_clamp_input kl_clamp_value"
 
 FLAGS: list[Flag] = [
@@ -340,6 +336,31 @@ FLAGS: list[Flag] = [
         flags.one_of(_DTYPES),
         "of the computation; master weights stay float32",
     ),
+    *derived(
+        rules.verl_validation,
+        "evaluation.samples",
+        "answers to each question of an evaluation: accuracy is mean@n, pass@n best@n; with "
+        "temperature 0 one",
+        _R + "val_kwargs.n",
+    ),
+    *derived(
+        rules.verl_validation,
+        "evaluation.temperature",
+        "0, the default there: greedy",
+        _R + "val_kwargs.temperature",
+    ),
+    *derived(
+        rules.verl_validation,
+        "evaluation.top_p",
+        "counts with temperature above 0",
+        _R + "val_kwargs.top_p",
+    ),
+    *derived(
+        rules.verl_validation,
+        "evaluation.top_k",
+        "-1 is 0: all; counts with temperature above 0",
+        _R + "val_kwargs.top_k",
+    ),
     reads(
         "data.val_max_samples",
         "task.num_eval_questions",
@@ -473,8 +494,11 @@ FLAGS: list[Flag] = [
             is_switch=True,
         )
         for name, meaning in (
-            ("data.truncation", "error, if long prompts are not filtered: a prompt is never cut"),
             ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"),
+            (
+                "data.truncation",
+                "a prompt is never cut: one that is too long is an error, or filtered",
+            ),
         )
     ],
     *[
@@ -593,11 +617,6 @@ FLAGS: list[Flag] = [
     *refused(
         "one completion for a prompt", _R + "agent.agent_loop_config_path", _R + "multi_turn.enable"
     ),
-    *refused(
-        _SAMPLED_EVALUATION,
-        *(_R + f"val_kwargs.{name}" for name in ("temperature", "do_sample")),
-    ),
-    *only(_SAMPLED_EVALUATION, "1", names=_R + "val_kwargs.n"),
     *refused("every row is trained on; shorten the file", "data.train_max_samples"),
     *refused(
         "data are read by task.name=custom",
@@ -800,6 +819,11 @@ FLAGS: list[Flag] = [
             "optim.* model.* checkpoint.* profiler.* engine.*",
         ),
     ),
+    *idle(
+        "val_kwargs.temperature, by default 0, decides whether an evaluation is greedy, as in "
+        "verl 0.9",
+        _R + "val_kwargs.do_sample",
+    ),
     *idle("a group's prompt is always computed once", _A + "use_prefix_grouper"),
     *derived(
         rules.sampler_tensor, flags.REPLICA_KEYS, flags.REPLICA, _R + "tensor_model_parallel_size"
@@ -819,7 +843,6 @@ FLAGS: list[Flag] = [
     *idle(
         "each epoch has new random mini-batches, from seed", _A + "shuffle", _A + "data_loader_seed"
     ),
-    *idle("greedy evaluation reads neither", _R + "val_kwargs.top_k", _R + "val_kwargs.top_p"),
     *idle(
         "a setting of verl's engines; it changes no number",
         "actor_rollout_ref.hybrid_engine",

@@ -10,7 +10,7 @@ from shoal.config.key import STAGES, Stage, at_least, keys_of, require
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import ModelSection
 from shoal.config.sections.reward import RewardSection
-from shoal.config.sections.sampling import SamplingSection
+from shoal.config.sections.sampling import EvaluationSection, SamplingSection
 from shoal.config.sections.task import EnvironmentSection, TaskSection
 from shoal.config.train import Config
 
@@ -47,20 +47,29 @@ class EvalConfig:
     batch: int = 128
     """Completions sampled at once on each device."""
     pass_k: int = 8
-    """Completions of each question for pass@k; 0 for off."""
+    """Completions of each question for pass@k, beside the greedy answers; 0 for off. Not used with
+    evaluation.temperature, whose answers give pass@k themselves."""
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     sampling: SamplingSection = field(default_factory=SamplingSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     mesh: MeshSection = field(default_factory=MeshSection)
+
+    @property
+    def largest_group(self) -> int:
+        """The most completions of a question that are sampled together."""
+        if self.evaluation.is_greedy:
+            return max(1, self.pass_k)
+        return self.evaluation.samples
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if `pass_k` is negative, or
-        `batch` is below 1 or, times `mesh.tensor`, below `pass_k`: the completions of a question
-        need room. The first fault found is raised."""
+        `batch` is below 1 or, times `mesh.tensor`, below the completions of a question, which need
+        room. The first fault found is raised."""
         at_least(self, "", 0, "pass_k", note="off")
-        least = max(1, -(-self.pass_k // self.mesh.tensor))
+        least = -(-self.largest_group // self.mesh.tensor)
         require(
             self.batch >= least,
             "batch",

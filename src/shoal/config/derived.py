@@ -224,6 +224,16 @@ def max_support(config: Config) -> int:
     return min(sampling.max_support, sampling.top_k or sampling.max_support)
 
 
+def evaluates_as_in_training(config: Config) -> bool:
+    """True if the compiled programs that sample in training can sample evaluations too. False if
+    they store the tokens that truncation left (`max_support`), or have no truncation and the
+    answers of an evaluation need it (evaluation.top_k, top_p, min_p)."""
+    training = config.sampling.params
+    answers = config.evaluation.params(training)
+    needs_truncation = answers.truncated and not training.truncated
+    return not max_support(config) and not needs_truncation
+
+
 def step_text(config: Config) -> str:
     """Returns the size of a step in one line. With batch.prompts_per_device it says `32 prompts a
     device`, and the total only if the number of devices is known from the mesh.
@@ -325,7 +335,8 @@ def step_sizes(config: Config) -> tuple[int, int]:
 def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
     """Returns how many completions all evaluations of a run sample together: two whole ones, before
     and after it, and the quick ones between. `sets`: name -> number of questions, the main set
-    first. The whole ones also sample for pass@k, but only the quick questions of the main set. With
+    first. Each question gets evaluation.samples answers. The whole ones also sample for
+    pass@k, but only the quick questions of the main set. With
     train.evaluate_every of 0 or -1 there are no quick ones, but the whole ones are counted in any
     case, without train.evaluate_first the last alone; without questions (`sets` is empty) the
     result is 0."""
@@ -338,4 +349,6 @@ def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
         between = max(0, -(-config.steps // every) - 1)
     for_pass_k = sum(quick[:1]) * config.pass_k  # of the main set alone
     num_whole = 2 if config.train.evaluate_first else 1
-    return num_whole * (sum(sets.values()) + for_pass_k) + between * sum(quick)
+    answers = config.evaluation.samples
+    of_whole = answers * sum(sets.values()) + for_pass_k
+    return num_whole * of_whole + between * answers * sum(quick)

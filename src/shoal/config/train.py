@@ -20,7 +20,7 @@ from shoal.config.sections.devices import (
 from shoal.config.sections.model import ModelSection, TeacherSection
 from shoal.config.sections.optimizer import BatchSection, OptimizerSection
 from shoal.config.sections.reward import RewardSection
-from shoal.config.sections.sampling import SamplingSection
+from shoal.config.sections.sampling import EvaluationSection, SamplingSection
 from shoal.config.sections.task import EnvironmentSection, TaskSection
 from shoal.config.sections.train import CheckpointSection, ReportSection, TrainSection
 from shoal.text import exact
@@ -85,6 +85,7 @@ class Config:
     critic: CriticSection = field(default_factory=CriticSection)
     batch: BatchSection = field(default_factory=BatchSection)
     train: TrainSection = field(default_factory=TrainSection)
+    evaluation: EvaluationSection = field(default_factory=EvaluationSection)
     mesh: MeshSection = field(default_factory=MeshSection)
     sampler: SamplerSection = field(default_factory=SamplerSection)
     publish: PublishSection = field(default_factory=PublishSection)
@@ -215,6 +216,7 @@ class Config:
             for name, size in (
                 ("batch.group_size", self.batch.group_size),
                 ("train.pass_k", self.pass_k),
+                ("evaluation.samples", self.evaluation.samples),
             ):
                 require(
                     slots >= size,
@@ -222,6 +224,13 @@ class Config:
                     self.sampling.slots_per_device,
                     f"0 (auto), or room for the completions of a prompt ({name}={size})",
                 )
+        require(
+            self.train.pass_k <= 0 or self.evaluation.is_greedy,
+            "train.pass_k",
+            self.train.pass_k,
+            "0 with evaluation.temperature above 0: the evaluation.samples answers to each "
+            "question give pass@k in every evaluation",
+        )
         require(
             not (self.checkpoint.keep_best and self.train.quick_questions > 0),
             "train.quick_questions",
@@ -277,6 +286,16 @@ class Config:
                 "model.quantise",
                 self.model.quantise,
                 "none with sampler.kind=vllm",
+            )
+            stores_support = (
+                self.sampling.params.truncated and self.algorithm.match_sampling_support
+            )
+            require(
+                self.evaluation.is_greedy or not stores_support,
+                "evaluation.temperature",
+                self.evaluation.temperature,
+                "0 (greedy) with sampler.kind=vllm and algorithm.match_sampling_support, for which "
+                "its servers return all tokens that an answer was sampled from",
             )
         if self.model.router_replay == "on":
             require(
@@ -347,8 +366,11 @@ class Config:
 
     @property
     def pass_k(self) -> int:
-        """Returns how many completions are sampled of each question for pass@k, 0 for none; by
-        default 8 for word problems, which are quick, and 0 for other tasks."""
+        """Returns how many completions are sampled of each question for pass@k beside its greedy
+        answer, 0 for none; by default 8 for word problems, which are quick, and 0 for other tasks.
+        Answers that are sampled (evaluation.temperature) give pass@k themselves."""
+        if not self.evaluation.is_greedy:
+            return 0
         return samples_for_pass_k(self.train.pass_k, self.task.name)
 
     @property

@@ -710,6 +710,7 @@ def engine_maker(
     group_size: int,
     max_support: int = 0,
     truncated: bool = False,
+    evaluation_truncated: bool = False,
     records_experts: bool = False,
 ) -> Callable[[Purpose, int], Engine]:
     """Returns a function (purpose, group size) -> engine. It makes an engine when one is first
@@ -719,20 +720,28 @@ def engine_maker(
     `max_support`: the most token ids that training's engine stores for each sampled token, those
     that truncation left to sample from; 0: none. If it is not 0, evaluations have engines of their
     own, which store none. `truncated`: True if a request may truncate the distribution (top-k,
-    top-p, min-p) although `sampling` does not. `records_experts`: completions of training record
-    the experts of their tokens.
+    top-p, min-p) although `sampling` does not; `evaluation_truncated`: the same of requests of
+    evaluations alone. `records_experts`: completions of training record the experts of their
+    tokens.
     """
-    engines: dict[tuple[int, int], Engine] = {}
+    engines: dict[tuple[int, int, bool], Engine] = {}
+    truncates_in_training = truncated or sampling.params.truncated
 
     def make(purpose: Purpose, size: int) -> Engine:
         """Returns the engine for groups of `size` completions; it is made now if no earlier one has
-        rows of this form and stores as much truncation support."""
-        support = max_support if purpose is Purpose.TRAIN else 0
-        # Training and evaluations share an engine if it stores as much for both.
-        slots, siblings = plan.rows_for(size, group_size, support == max_support)
-        if (siblings, support) not in engines:
+        rows of this form, stores as much truncation support and truncates where this one does."""
+        support = max_support
+        truncates = truncates_in_training
+        if purpose is not Purpose.TRAIN:
+            support = 0
+            truncates = truncates or evaluation_truncated
+        # Training and evaluations share an engine if it stores as much for both, and truncates for
+        # both or for neither.
+        is_shared = support == max_support and truncates == truncates_in_training
+        slots, siblings = plan.rows_for(size, group_size, is_shared)
+        if (siblings, support, truncates) not in engines:
             largest_group = group_size if siblings == plan.siblings else size
-            engines[siblings, support] = Engine(
+            engines[siblings, support, truncates] = Engine(
                 model,
                 slots=slots,
                 siblings_per_row=siblings,
@@ -741,12 +750,12 @@ def engine_maker(
                 max_completion_tokens=sampling.max_completion_tokens,
                 eos_ids=tokenizer.eos_ids,
                 decode=tokenizer.decode,
-                truncated=truncated or sampling.params.truncated,
+                truncated=truncates,
                 max_support=support,
                 records_experts=records_experts,
                 pages=plan.room.pages(slots, siblings),
             )
-        return engines[siblings, support]
+        return engines[siblings, support, truncates]
 
     return make
 
@@ -793,6 +802,7 @@ def training_engine_maker(
         plan,
         config.batch.group_size,
         max_support(config),
+        evaluation_truncated=config.evaluation.params(config.sampling.params).truncated,
         records_experts=replays_routes(config),
     )
 
@@ -805,12 +815,12 @@ def run_engines(
     architecture: Architecture | None = None,
 ) -> Iterator[tuple[str, Engine]]:
     """Yields (name, engine) for each use that a training run makes of its sampler: `training`'s
-    groups, greedy answers of an `evaluation`, and groups of `pass@k` if the run measures it.
+    groups, the answers of an `evaluation`, and groups of `pass@k` if the run measures it.
     Several names may have the same engine. Compiles nothing. All are engines of the first host.
     `architecture`: the one from which the number of slots is planned, if it is not that of
     `model`."""
     make_engine = training_engine_maker(config, model, roles, tokenizer, architecture)
     yield "training", make_engine(Purpose.TRAIN, config.batch.group_size)
-    yield "evaluation", make_engine(Purpose.EVALUATE, 1)
+    yield "evaluation", make_engine(Purpose.EVALUATE, config.evaluation.samples)
     if config.pass_k:
         yield "pass@k", make_engine(Purpose.EVALUATE, config.pass_k)

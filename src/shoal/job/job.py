@@ -727,10 +727,12 @@ class Job(StagedJob):
         A set whose prompts are all too long is left out with a warning; if that is the first set,
         its ShoalError is raised. Any other fault of a set is raised too."""
         warn = self.findings.of("data").warning if self.trains else self.console.warning
+        note = self.console.note
+        sampling = self.requested.sampling
         sets = {}
         for name, examples in self.loaded_task.evaluations.items():
             try:
-                sets[name] = encode_all(name, examples, self.encode, self.requested.sampling, warn)
+                sets[name] = encode_all(name, examples, self.encode, sampling, warn, note)
             except ShoalError as error:
                 if not sets or error.key != "sampling.max_prompt_tokens":
                     raise
@@ -831,11 +833,13 @@ class Job(StagedJob):
         settings = self.config_for_devices if self.trains else self.requested
         quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
-            self.evaluation_sets,
-            settings.sampling.params,
-            settings.pass_k,
-            self.task,
-            quick_questions,
+            sets=self.evaluation_sets,
+            params=settings.sampling.params,
+            pass_k=settings.pass_k,
+            task=self.task,
+            quick_questions=quick_questions,
+            num_samples=settings.evaluation.samples,
+            answer_params=settings.evaluation.params(settings.sampling.params),
         )
         settings = self.with_prompt_slot_tokens(settings)
         completions = evaluator.num_completions(full=True)
@@ -1067,13 +1071,15 @@ class Job(StagedJob):
         if self.trains:
             return training_engine_maker(self.config, self.model, self.roles, self.tokenizer)
         c = self.requested
+        group_size = 1
+        truncated = isinstance(c, ServeConfig)
         if isinstance(c, GenerateConfig):
             group_size = max(1, c.num_generations)
-        else:
-            group_size = max(1, getattr(c, "pass_k", 1))
         sampling = c.sampling
         slots = c.batch * self.model.role.mesh.size
         if isinstance(c, EvalConfig):
+            group_size = c.largest_group
+            truncated = c.evaluation.params(sampling.params).truncated
             sampling = self.sampling_settings
             # 0 slots: no limit but the batch's.
             slots = min(slots, sampling.evaluation_slots or slots)
@@ -1083,7 +1089,7 @@ class Job(StagedJob):
             sampling=sampling,
             slots=slots,
             group_size=group_size,
-            truncated=isinstance(c, ServeConfig),
+            truncated=truncated,
         )
 
     # ---- keys that the configuration left open

@@ -22,10 +22,10 @@ from shoal.runs.layout import is_run, with_last_runs
 from shoal.runs.reader import read_requested
 from shoal.weights.checkpoints import find_checkpoint
 
-SECTIONS = ("task", "reward", "environment", "sampling")
+SECTIONS = ("task", "reward", "environment", "sampling", "evaluation")
 """Sections that `shoal eval` takes from a run: which questions its model gets, which tools it may
-call, how long it answers, and how answers are scored. The other sections that both commands have
-are about the model, which the user names, and about the devices of this machine."""
+call, how and how long it answers, and how answers are scored. The other sections that both commands
+have are about the model, which the user names, and about the devices of this machine."""
 
 
 def config_for_eval_of_run(

@@ -442,12 +442,16 @@ class Replayer:
 
     @property
     def params(self) -> SamplingParams:
-        """The settings that the group was sampled with; greedy for an evaluation with a single
-        answer."""
+        """The settings that the group was sampled with: those of training, or, for the answers of
+        an evaluation, those of `evaluation.*`."""
         params = self.config.sampling.params
-        if self.group.purpose is Purpose.EVALUATE and self.group.size == 1:
-            return params.as_greedy()
-        return params
+        evaluation = self.config.evaluation
+        if self.group.purpose is not Purpose.EVALUATE:
+            return params
+        # Samples for pass@k, beside greedy answers, have the settings of training.
+        if evaluation.is_greedy and self.group.size > 1:
+            return params
+        return evaluation.params(params)
 
     def sample(self, params: Params) -> list[Completion]:
         """Samples the group's completions again, from its address, with the run's own compiled

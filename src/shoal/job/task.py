@@ -356,9 +356,11 @@ def encode_all(
     encode: Encode,
     sampling: SamplingSection,
     warn: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> list[TokenizedExample]:
     """Returns the prompts of the evaluation set `name` with their tokens. Prompts that are too
-    long, or that the template refuses, are dropped, and `warn` is called with how many; with
+    long, or that the template refuses, are dropped, and `warn` is called with how many; `note`
+    instead for long ones with `sampling.long_prompts=drop`, which asks for it. With
     `sampling.long_prompts=error` they raise ShoalError. ShoalError if no prompt remains, because
     the set would have no figures. `examples`: at least one. `encode`: an example -> the token ids
     of its prompt."""
@@ -373,7 +375,8 @@ def encode_all(
     # the others: they are too long
     dropped = len(examples) - len(prepared) - len(refused)
     if dropped:
-        warn(
+        say = note if sampling.long_prompts == "drop" else warn
+        say(
             f"{dropped} of {all_of} have more than "
             f"sampling.max_prompt_tokens={sampling.max_prompt_tokens} tokens and are dropped"
         )

@@ -125,7 +125,13 @@ def open_run(job: Job) -> Run:
     profiled_steps = config.report.profile if job.world.is_main else ()
     profiler = Profiler(profiled_steps, folder.path / "profile", job.console.warning)
     evaluator = Evaluator(
-        job.evaluation_sets, config.sampling.params, config.pass_k, job.task, config.quick_questions
+        sets=job.evaluation_sets,
+        params=config.sampling.params,
+        pass_k=config.pass_k,
+        task=job.task,
+        quick_questions=config.quick_questions,
+        num_samples=config.evaluation.samples,
+        answer_params=config.evaluation.params(config.sampling.params),
     )
     run = Run(
         config=config,

@@ -326,7 +326,7 @@ class Recorder:
         seconds: float,
     ) -> None:
         """Records the evaluation of a version: prints its figures, writes them to evaluations.jsonl
-        and to the sinks, queues `groups`, its greedy answers, to be written, and warns if it is
+        and to the sinks, queues `groups`, its answers, to be written, and warns if it is
         worse than the evaluation before training.
 
         `figures`: data set -> figure -> value; the accuracy on the first data set is what is

@@ -326,7 +326,7 @@ class RunWriter:
 
     def solved_question(self, subset: str, last: int) -> tuple[Group, Group] | None:
         """Returns (group before training, group after step `last`) of the first question of a data
-        set (`subset`) whose greedy answer was wrong and became right; None if there is none, if the
+        set (`subset`) whose first answer was wrong and became right; None if there is none, if the
         task says of no answer whether it is right, or if the groups of an evaluation are missing or
         damaged."""
         try:
@@ -339,7 +339,7 @@ class RunWriter:
             new = stored_after.group
             if old.correct is None or new.correct is None:
                 continue
-            if new.correct[0] > old.correct[0]:  # [0]: the greedy answer; True > False
+            if new.correct[0] > old.correct[0]:  # [0]: the first answer; True > False
                 return old, new
         return None
 

@@ -1,5 +1,5 @@
-"""Evaluation as requests for completions: greedy accuracy, and unbiased pass@k and maj@k of
-samples, with a text that says how they were sampled."""
+"""Evaluation as requests for completions: accuracy of greedy or sampled answers, and unbiased
+pass@k and maj@k of samples, with a text that says how they were sampled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.runs.metrics import (
     wilson_interval,
 )
 from shoal.tasks.task import Task
-from shoal.text import exact
+from shoal.text import count, exact
 from shoal.trainer.prompts import TokenizedExample
 
 
@@ -29,7 +29,7 @@ from shoal.trainer.prompts import TokenizedExample
 class Answers:
     """The answers of one version to the Q questions of a data set."""
 
-    greedy: Sequence[Group]  # Q groups of one completion each
+    main: Sequence[Group]  # Q groups of `num_samples` completions each
     # At most Q groups of `pass_k` completions each; empty if none were requested.
     sampled: Sequence[Group] = ()
 
@@ -38,10 +38,13 @@ class Answers:
 class Evaluator:
     """Evaluates one version of the weights.
 
-    A full evaluation requests a greedy completion for each question of each data set, and `pass_k`
-    sampled ones for the first `quick_questions` (0: all) questions of the main data set, which is
-    the first of `sets`. A quick evaluation requests greedy completions alone, for the first
-    `quick_questions` of each set. `task` decides which figures are computed.
+    A full evaluation requests answers to each question of each data set, and `pass_k` sampled
+    completions for the first `quick_questions` (0: all) questions of the main data set, which is
+    the first of `sets`. A quick evaluation requests answers alone, for the first `quick_questions`
+    of each set. `task` decides which figures are computed.
+
+    `num_samples`, `answer_params`: how many answers each question gets, and how they are
+    sampled; None: greedily. `params`: how the completions for pass@k are sampled.
     """
 
     sets: Mapping[str, Sequence[TokenizedExample]]
@@ -49,22 +52,40 @@ class Evaluator:
     pass_k: int
     task: Task
     quick_questions: int = 0
+    num_samples: int = 1
+    answer_params: SamplingParams | None = None
+
+    @property
+    def main_params(self) -> SamplingParams:
+        """How the answers are sampled."""
+        return self.answer_params or self.params.as_greedy()
+
+    @property
+    def protocol(self) -> str:
+        """A text that says how the answers are sampled."""
+        if self.main_params.temperature == 0:
+            return "greedy"
+        text = sampled_protocol(self.num_samples, self.main_params)
+        return f"mean of {text}" if self.num_samples > 1 else text
 
     def passes(
         self, subset: str, full: bool
     ) -> list[tuple[Sequence[TokenizedExample], int, SamplingParams]]:
         """Returns the passes over a data set, each as (questions, completions a question, sampling
-        settings): a greedy one first, of all questions if `full`, else of the first
-        `quick_questions` (0: all); then in a full evaluation of the main set a sampled one, of the
-        first `quick_questions`, if `pass_k` and the temperature are above 0."""
+        settings): the answers first, to all questions if `full`, else to the first
+        `quick_questions` (0: all); then, if the answers are greedy, in a full evaluation of the
+        main set a sampled one, of the first `quick_questions`, if `pass_k` and the temperature are
+        above 0."""
         questions = self.sets[subset]
         quick_questions = questions[: self.quick_questions or None]
-        greedy_questions = questions if full else quick_questions
-        passes = [(greedy_questions, 1, self.params.as_greedy())]
+        answered = questions if full else quick_questions
+        passes = [(answered, self.num_samples, self.main_params)]
         is_main = subset == next(iter(self.sets))
-        # Not at temperature 0, where every sample would be the greedy answer: pass@k would say
-        # nothing and cost k times as much.
-        if full and is_main and self.pass_k > 0 and self.params.temperature > 0:
+        # Sampled answers give pass@k themselves. Not at temperature 0, where every sample would be
+        # the greedy answer: pass@k would say nothing and cost k times as much.
+        is_greedy = self.main_params.temperature == 0
+        can_differ = self.params.temperature > 0
+        if full and is_main and is_greedy and self.pass_k > 0 and can_differ:
             passes.append((quick_questions, self.pass_k, self.params))
         return passes
 
@@ -73,8 +94,8 @@ class Evaluator:
         start and end, includes those for pass@k."""
         total = 0
         for subset in self.sets:
-            for questions, count, _ in self.passes(subset, full):
-                total += len(questions) * count
+            for questions, size, _ in self.passes(subset, full):
+                total += len(questions) * size
         return total
 
     def request_answers(self, source: RolloutSource, step: int, version: int, full: bool) -> None:
@@ -82,7 +103,7 @@ class Evaluator:
         which they are collected; with `full` all questions are asked and the main set may be
         sampled too, else the first `quick_questions` of each set are asked."""
         for subset in self.sets:
-            for questions, count, params in self.passes(subset, full):
+            for questions, size, params in self.passes(subset, full):
                 requests = []
                 for question in questions:
                     request = GroupRequest(
@@ -91,7 +112,7 @@ class Evaluator:
                         version=version,
                         example=question.example,
                         prompt_ids=question.prompt_ids,
-                        num_completions=count,
+                        num_completions=size,
                         params=params,
                         subset=subset,
                     )
@@ -110,7 +131,7 @@ class Evaluator:
             by_pass = []
             for questions, _, _ in self.passes(subset, full):
                 by_pass.append(list(islice(taken, len(questions))))
-            # in the order of `passes`: greedy first
+            # in the order of `passes`: the answers first
             sampled = by_pass[1] if len(by_pass) > 1 else ()
             answers[subset] = Answers(by_pass[0], sampled)
         return answers
@@ -126,76 +147,91 @@ class Evaluator:
         return self.collect(source, step, full)
 
     def figures(self, answers: Answers) -> dict[str, Any]:
-        """Returns the figures of one data set's answers, by name. Those of its greedy answers, such
-        as `accuracy` and `mean_length`, come first; then those of its sampled ones, such as
-        `pass@8`, if there are any."""
-        return score_greedy(answers.greedy, self.task) | score_sampled(
+        """Returns the figures of one data set's answers, by name. `accuracy`, `mean_length` and the
+        like come first; then those of samples, such as `pass@8`, if there are any."""
+        return score_answers(answers.main, self.task, self.protocol) | score_sampled(
             answers.sampled, self.params, self.task
         )
 
     def score(
         self, answers: Mapping[str, Answers]
     ) -> tuple[dict[str, dict[str, Any]], list[Group]]:
-        """Returns (figures by data set, the greedy groups of all sets) of collected answers, whose
-        rewards are known already."""
+        """Returns (figures by data set, the groups of answers of all sets) of collected answers,
+        whose rewards are known already."""
         figures = {}
-        greedy_groups: list[Group] = []
+        groups: list[Group] = []
         for subset, of_set in answers.items():
             figures[subset] = self.figures(of_set)
-            greedy_groups.extend(of_set.greedy)
-        return figures, greedy_groups
+            groups.extend(of_set.main)
+        return figures, groups
 
 
-def score_greedy(groups: Sequence[Group], task: Task) -> dict[str, Any]:
-    """Returns figures of greedy answers by name: `accuracy` and `accuracy_interval` if the answers
-    have verdicts, the task's own figures, `well_formed` (the share of answers in the form that the
-    task requires, if it requires one), `mean_reward`, the mean of each function as
-    `rewards/<name>`, the mean of each number that functions stored with the answers as
-    `rewards/logged/<name>` (such as `acc` of verl's functions), `mean_length` in sampled tokens,
-    and `truncated` (the share of answers that reached the limit). Without groups there are only
-    `num_questions`, 0, and `protocol`."""
+def score_answers(groups: Sequence[Group], task: Task, protocol: str = "greedy") -> dict[str, Any]:
+    """Returns figures of answers by name, each a mean over all answers to a question and over the
+    questions: `accuracy` and `accuracy_interval` if the answers have verdicts, the task's own
+    figures, `well_formed` (the share of answers in the form that the task requires, if it requires
+    one), `mean_reward`, the mean of each function as `rewards/<name>`, the mean of each number that
+    functions stored with the answers as `rewards/logged/<name>` (such as `acc` of verl's
+    functions), `mean_length` in sampled tokens, and `truncated` (the share of answers that reached
+    the limit). If questions have several answers, pass@k and maj@k of them follow, with their
+    errors (`_figures_of_samples`), or without verdicts `best_reward`, the mean of the highest
+    reward of each question. Without groups there are only `num_questions`, 0, and `protocol`.
+
+    `groups`: a group for each question, all of one size. `protocol`: a text that says how the
+    answers were sampled."""
     total = len(groups)
-    rewards = [group.rewards[0] for group in groups]
-    figures: dict[str, Any] = {"num_questions": total, "protocol": "greedy"}
+    figures: dict[str, Any] = {"num_questions": total, "protocol": protocol}
     if total == 0:
         return figures
+    size = groups[0].size
+    rewards = np.concatenate([group.rewards for group in groups])
     solved = _solved(groups)
     if solved is None:
         figures["mean_reward"] = known_mean(rewards)
     else:
-        # a greedy group has one completion
-        right = int(solved[:, 0].sum())
-        figures["accuracy"] = right / total
-        figures["accuracy_interval"] = list(wilson_interval(right, total))
+        right = int(solved.sum())
+        figures["accuracy"] = right / (total * size)
+        # Questions are independent, answers to one question are not. So the interval is that of one
+        # answer a question, which is never too narrow.
+        figures["accuracy_interval"] = list(wilson_interval(right / size, total))
     # The task judges the texts again, because a reward may be a mixture, and IFEval has four
     # verdicts on one answer.
     if task.figures is not None and task.verdict is not None:
-        verdicts = [task.verdict(group.answers[0], group.example) for group in groups]
+        verdicts = []
+        for group in groups:
+            verdicts.extend(task.verdict(answer, group.example) for answer in group.answers)
         figures |= task.figures(verdicts)
     if task.well_formed is not None:
-        well_formed = [task.well_formed(group.answers[0]) for group in groups]
+        well_formed = [task.well_formed(answer) for group in groups for answer in group.answers]
         figures["well_formed"] = float(np.mean(well_formed))
     # Set above already if there are no verdicts: it then takes the place of the accuracy.
     figures.setdefault("mean_reward", known_mean(rewards))
     for name in groups[0].reward_components:
-        of_function = [group.reward_components[name][0] for group in groups]
+        of_function = np.concatenate([group.reward_components[name] for group in groups])
         figures[f"rewards/{name}"] = known_mean(of_function)
     figures |= _means_of_logged_numbers(groups)
-    completions = [group.completions[0] for group in groups]
+    completions = [completion for group in groups for completion in group.completions]
     figures["mean_length"] = float(np.mean([c.num_sampled for c in completions]))
     figures["truncated"] = float(np.mean([c.stop_reason == "length" for c in completions]))
+    if size > 1 and solved is not None:
+        figures |= _figures_of_samples(groups, solved, task)
+    elif size > 1:
+        highest = [float(np.fmax.reduce(group.rewards)) for group in groups]  # NaN if none is known
+        figures["best_reward"] = known_mean(highest)
     return figures
 
 
 def _means_of_logged_numbers(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns the mean of each column that reward functions stored with greedy answers, if it holds
+    """Returns the mean of each column that reward functions stored with answers, if it holds
     numbers alone; answers without a value are left out."""
     names = []
     for group in groups:
         names.extend(name for name in group.extra if name not in names)
     means = {}
     for name in names:
-        values = [group.extra[name][0] for group in groups if name in group.extra]
+        values = []
+        for group in groups:
+            values.extend(group.extra.get(name, ()))
         known = [value for value in values if value is not None]
         if known and all(isinstance(value, int | float) for value in known):
             means[logged_name(name)] = float(np.mean(known))
@@ -214,27 +250,39 @@ def score_sampled(groups: Sequence[Group], params: SamplingParams, task: Task) -
     if not groups:
         return {}
     k = groups[0].size
-    by_question: dict[str, list[float]] = {}  # figure -> one value for each question
+    figures: dict[str, Any] = {}
     solved = _solved(groups)
     if solved is not None:
-        counts = [int(row.sum()) for row in solved]
-        by_question[f"pass@{k}"] = [pass_at_k(k, count, k) for count in counts]
-        if task.extract is not None:
-            by_question[f"maj@{k}"] = _majorities(groups, solved, task.extract)
-        shares = [count / k for count in counts]
-        by_question["sampled_accuracy"] = shares
-        by_question["pass@1"] = shares
-        fewer = 2
-        while fewer < k:
-            by_question[f"pass@{fewer}"] = [pass_at_k(k, count, fewer) for count in counts]
-            fewer *= 2
-    figures: dict[str, Any] = {}
-    for name, values in by_question.items():
-        figures[name] = float(np.mean(values))
-        figures[f"{name}_error"] = standard_error(values)
+        figures = _figures_of_samples(groups, solved, task)
+        for part in ("", "_error"):
+            figures[f"sampled_accuracy{part}"] = figures[f"pass@1{part}"]
     figures["sampled_mean_reward"] = known_mean(np.concatenate([group.rewards for group in groups]))
     figures["sampled_num_questions"] = len(groups)
     figures["sampled_protocol"] = sampled_protocol(k, params)
+    return figures
+
+
+def _figures_of_samples(
+    groups: Sequence[Group], solved: np.ndarray, task: Task
+) -> dict[str, float | None]:
+    """Returns pass@k for the k samples of a question, for 1 and for the powers of 2 between, and
+    maj@k if the task extracts answers, each with its standard error. `solved` is bool[Q, k]: which
+    answers are right."""
+    k = groups[0].size
+    numbers_right = [int(row.sum()) for row in solved]
+    by_question: dict[str, list[float]] = {}  # figure -> one value for each question
+    by_question[f"pass@{k}"] = [pass_at_k(k, right, k) for right in numbers_right]
+    if task.extract is not None:
+        by_question[f"maj@{k}"] = _majorities(groups, solved, task.extract)
+    by_question["pass@1"] = [right / k for right in numbers_right]
+    fewer = 2
+    while fewer < k:
+        by_question[f"pass@{fewer}"] = [pass_at_k(k, right, fewer) for right in numbers_right]
+        fewer *= 2
+    figures: dict[str, float | None] = {}
+    for name, values in by_question.items():
+        figures[name] = float(np.mean(values))
+        figures[f"{name}_error"] = standard_error(values)
     return figures
 
 
@@ -253,7 +301,7 @@ def _majorities(
 def sampled_protocol(k: int, params: SamplingParams) -> str:
     """Returns a text that says how samples were taken, for example `8 completions a question at
     temperature 1, top_k 50`. A setting that is off is left out."""
-    text = f"{k} completions a question at temperature {exact(params.temperature)}"
+    text = f"{count(k, 'completion')} a question at temperature {exact(params.temperature)}"
     truncation = (
         ("top_k", params.top_k, 0),
         ("top_p", params.top_p, 1),

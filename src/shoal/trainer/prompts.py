@@ -148,14 +148,14 @@ class PromptStream:
     row, so each epoch trains on all rows.
 
     A prompt of more than `max_tokens`, or one that `encode` refuses, is either dropped and counted
-    in `dropped`, or an error, by `long_prompts`; it is never truncated.
+    in `dropped`, or with `long_prompts` "error" an error; it is never truncated.
     """
 
     examples: Sequence[Example]
     encode: Encode
     seed: int
     max_tokens: int
-    long_prompts: str = "drop"
+    long_prompts: str = "warn"
     rates: PassRates = field(default_factory=PassRates)
     epoch: int = 0
     cursor: int = 0  # number of rows read within the epoch
@@ -400,9 +400,9 @@ def prepare(
     refuse: Callable[[str], object] | None = None,
 ) -> TokenizedExample | None:
     """Returns the example with its prompt's token ids. If the prompt has no token, or more than
-    `max_tokens`, the result is None with `long_prompts` "drop", and ShoalError is raised with
-    "error". A prompt that the chat template refuses raises ShoalError; but with "drop" and `refuse`
-    given, `refuse` is called with the reason, and None is returned."""
+    `max_tokens`, the result is None, but with `long_prompts` "error" ShoalError is raised. A prompt
+    that the chat template refuses raises ShoalError; but without "error", and with `refuse` given,
+    `refuse` is called with the reason, and None is returned."""
     try:
         ids = encode(example)
     except ShoalError as error:

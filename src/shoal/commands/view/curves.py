@@ -234,7 +234,7 @@ def by_topic(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 _EVALUATED = {
-    "/accuracy": ("share", "questions answered right, and the 95% interval of that"),
+    "/accuracy": ("share", "right answers, and the 95% interval of that"),
     "/mean_reward": ("reward", "mean reward of the answers, and the 95% interval of that"),
 }
 

@@ -1,8 +1,8 @@
-"""Settings of how completions are sampled."""
+"""Settings of how completions are sampled, in training and in evaluations."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shoal.config.key import at_least, key, require
@@ -39,11 +39,11 @@ class SamplingSection:
     )
     """Longest completion; one that reaches the limit is truncated, and counted. (TRL's
     max_completion_length, verl's max_response_length.)"""
-    long_prompts: Literal["drop", "error"] = key(
-        "drop", stages=("data", "environment", "evaluation"), acts_if="a prompt is too long"
+    long_prompts: Literal["warn", "drop", "error"] = key(
+        "warn", stages=("data", "environment", "evaluation"), acts_if="a prompt is too long"
     )
-    """Prompts over the limit: dropped from the data and counted, or an error. They are never
-    truncated."""
+    """Prompts over the limit: dropped from the data and counted, with a warning (warn) or without
+    one (drop), or an error. They are never truncated."""
     slots_per_device: int = key(
         0,
         stages=("sampling", "evaluation"),
@@ -119,4 +119,59 @@ class SamplingSection:
             min_p=self.min_p,
             max_tokens=self.max_completion_tokens,
             stop=self.stop,
+        )
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    """The keys `evaluation.*`: how the questions of an evaluation are answered."""
+
+    samples: int = key(1, stages=("evaluation",))
+    """Answers to each question of an evaluation; the figures are means over all of them. More than
+    one needs evaluation.temperature above 0. (verl's val_kwargs.n.)"""
+    temperature: float = key(0.0, stages=("evaluation",))
+    """Temperature of the answers of an evaluation; 0 for greedy ones. Samples for pass@k beside
+    greedy answers (pass_k) have sampling.temperature."""
+    top_k: int = key(0, stages=("evaluation",))
+    """With evaluation.temperature: sample from the k likeliest tokens; 0 for all."""
+    top_p: float = key(1.0, stages=("evaluation",))
+    """With evaluation.temperature: sample from the smallest set of tokens with this probability
+    mass; 1 for all."""
+    min_p: float = key(0.0, stages=("evaluation",))
+    """With evaluation.temperature: sample from tokens at least this likely, relative to the
+    likeliest; 0 for all."""
+
+    def __post_init__(self) -> None:
+        """Checks the values: raises ShoalError, which names the key, if a number is out of its
+        range, or if there are several greedy answers. The first fault found is raised. top_p is
+        above 0, up to 1, min_p below 1."""
+        at_least(self, "evaluation.", 1, "samples")
+        at_least(self, "evaluation.", 0, "temperature", note="greedy")
+        at_least(self, "evaluation.", 0, "top_k", note="off")
+        require(0 < self.top_p <= 1, "evaluation.top_p", self.top_p, "a number in (0, 1]")
+        require(0 <= self.min_p < 1, "evaluation.min_p", self.min_p, "a number in [0, 1)")
+        require(
+            self.samples == 1 or self.temperature > 0,
+            "evaluation.samples",
+            self.samples,
+            "1, or evaluation.temperature above 0: greedy answers to a question are all the same",
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if each question gets its most likely answer."""
+        return self.temperature == 0
+
+    def params(self, training: SamplingParams) -> SamplingParams:
+        """Returns the sampling settings of an evaluation's answers, in the form that requests
+        carry. `training`: those of training, whose limit on tokens and stop strings count here
+        too."""
+        if self.is_greedy:
+            return training.as_greedy()
+        return replace(
+            training,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
         )

@@ -29,9 +29,12 @@ class TrainSection:
     """How many questions of each set are asked between the first and the last evaluation, and
     sampled for pass@k; 0 for all, -1 for 100 with task=words and all otherwise. With
     checkpoint.keep_best, which compares evaluations, every evaluation asks all."""
-    pass_k: int = key(-1, stages=("evaluation",), decided_from=("task.name",))
-    """Completions of each question for pass@k in the first and the last evaluation; 0 for off, -1
-    for 8 with task=words and off otherwise."""
+    pass_k: int = key(
+        -1, stages=("evaluation",), decided_from=("task.name", "evaluation.temperature")
+    )
+    """Completions of each question for pass@k in the first and the last evaluation, beside the
+    greedy answers; 0 for off, -1 for 8 with task=words and off otherwise. With
+    evaluation.temperature, every evaluation's answers give pass@k instead."""
     weight_sync_interval: int = key(1, stages=("sampling",))
     """Steps between two weight updates of the sampler; with n above 1, samples are up to n-1
     versions old."""

@@ -904,6 +904,42 @@ def test_where_two_runs_first_differ(tmp_path):
     viewer.close()
 
 
+def test_a_run_that_collapses_got_worse_by_the_answers_of_its_evaluations(tmp_path):
+    """Its reward in training rises. Without the answers, that alone is known, and named."""
+    path = write_run(tmp_path / "collapsed", 12)
+    before = np.linspace(0.1, 1, 24)
+    after = np.full(24, 0.1)
+    lines = []
+    with RunWriter(path) as folder:
+        for version, rewards in ((0, before), (12, after)):
+            asked = []
+            for row, reward in enumerate(rewards.tolist()):
+                asked.append(stored_group(version, row, [reward], subset="held_out"))
+            folder.write_groups(version, asked)
+            figures = {"mean_reward": rewards.mean(), "num_questions": 24, "protocol": "greedy"}
+            lines.append({"step": version, "name": "held_out", **figures})
+    write_lines(path / "evaluations.jsonl", lines)
+    (path / "summary.json").unlink()
+    viewer = opened(path)
+    try:
+        found = viewer.answer("overview", {"run": "collapsed"})
+        assert found["verdict"]["level"] == "bad"
+        assert "got worse: held_out mean reward 0.55 → 0.1 in 12 steps" in found["verdict"]["text"]
+        assert found["verdict"]["detail"].startswith(
+            "Interval of the change: held_out mean reward -0.61 to -0.29 (99%, 24 questions"
+        )
+        assert found["table"][0][1:] == ["0.55", "0.1", "-0.45", -1]
+        [row] = viewer.answer("home", {})["rows"]
+        assert row["verdict"]["text"].startswith("got worse: held_out mean reward 0.55 → 0.1")
+        (path / "groups/evaluate_held_out_000012.parquet").unlink()
+        time.sleep(0.02)
+        found = viewer.answer("overview", {"run": "collapsed"})
+        assert "reward in training" in found["verdict"]["text"] + found["verdict"]["detail"]
+        assert "held_out" not in found["verdict"]["text"] + found["verdict"]["detail"]
+    finally:
+        viewer.close()
+
+
 def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_path):
     path = write_run(tmp_path / "changed", 6, settings=["reward=accuracy_reward"], finished=False)
     write_lines(

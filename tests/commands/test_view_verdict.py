@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
-from shoal.commands.view.verdict import accuracy_change, drivers, reward_change, verdict
+from shoal.commands.view.verdict import (
+    accuracy_change,
+    drivers,
+    paired_change,
+    reward_change,
+    verdict,
+)
 from shoal.runs.lines import EvaluationLine
-from shoal.runs.metrics import wilson_interval
+from shoal.runs.metrics import paired_interval, wilson_interval
 from shoal.runs.reader import Evaluations
 
 STEPS = 80
@@ -56,21 +63,31 @@ def said(
     of_points = curve(*points)
     figure = "evaluate/held_out/accuracy" if points else ""
     steps = len(columns.steps)
-    found = verdict(figure, of_points, columns.columns, driven, events, steps, total)
+    found = verdict(figure, of_points, None, columns.columns, driven, events, steps, total)
     return found["level"], found["text"]
 
 
-def said_of_rewards(columns: Any, *rewards: float) -> tuple[str, str]:
-    """The verdict where evaluations, at even distances, have a mean reward but no accuracy."""
+def said_of_rewards(columns: Any, *means: float, num_questions: int = 100) -> dict[str, str]:
+    """The verdict where evaluations, at even distances, have a mean reward but no accuracy. Rewards
+    of questions differ more than what training changes, and each changes with some noise."""
+    random = np.random.default_rng(0)
+    of_questions = random.uniform(-0.3, 0.3, num_questions)
+    of_questions -= of_questions.mean()
     lines = []
-    for number, reward in enumerate(rewards):
-        step = number * STEPS // (len(rewards) - 1)
-        lines.append(EvaluationLine(step, "held_out", {"mean_reward": reward, "num_questions": 8}))
+    answers = []
+    for number, mean in enumerate(means):
+        step = number * STEPS // (len(means) - 1)
+        figures = {"mean_reward": mean, "num_questions": num_questions}
+        lines.append(EvaluationLine(step, "held_out", figures))
+        noise = random.normal(0, 0.02, num_questions)
+        rewards = mean + of_questions + noise - noise.mean()
+        answers.append(dict(enumerate(rewards.tolist())))
     figure, of_rewards = Evaluations(lines).main_curve()
+    paired = paired_change(answers[0], answers[-1])
     weights = {name.removeprefix("rewards/"): 1.0 for name in columns.columns}
     driven = drivers(columns.columns, weights)
-    found = verdict(figure, of_rewards, columns.columns, driven, (), len(columns.steps), STEPS)
-    return found["level"], found["text"]
+    steps = len(columns.steps)
+    return verdict(figure, of_rewards, paired, columns.columns, driven, (), steps, STEPS)
 
 
 RISES = Columns(correct=(0.3, 0.6), format=(0.9, 0.91))
@@ -98,8 +115,10 @@ def test_a_gain_is_dated_by_the_evaluation_that_shows_it():
 def test_rewards_alone_are_too_early_while_the_next_evaluation_is_awaited():
     steady = Columns(20, noise=0.01, a=(0.4, 0.4))
     assert said(steady, (0, 0.37, 500), total=40)[1] == "too early to say: 20 steps"
-    assert said(steady, total=40)[1].startswith("does not learn: reward ")
-    assert said(steady, (0, 0.37, 500), total=39)[1].startswith("does not learn: reward ")
+    assert said(steady, total=40)[1].startswith("does not learn: reward in training ")
+    assert said(steady, (0, 0.37, 500), total=39)[1].startswith(
+        "does not learn: reward in training "
+    )
 
 
 def test_a_jump_within_few_steps_is_too_early_to_say():
@@ -113,7 +132,7 @@ def test_a_run_is_hacked():
     columns = Columns(correct=(0.4, 0.05), has_digits=(0.1, 1.0))
     level, text = said(columns, (0, 0.667, 500), (80, 0.2, 500))
     assert level == "bad" and text.endswith("accuracy -46.7 points: looks hacked by `has_digits`")
-    assert text.startswith("reward +0.49")
+    assert text.startswith("reward in training +0.49")
 
 
 @pytest.mark.parametrize(
@@ -162,21 +181,73 @@ def test_a_reward_may_rise_without_more_right_answers():
     )
 
 
-def test_the_mean_reward_of_evaluations_is_the_one_pair_without_an_accuracy():
+def test_the_mean_reward_of_evaluations_decides_without_an_accuracy():
     """The reward in training has means of its own, which would be a second pair for one gain."""
-    assert said_of_rewards(RISES, 0.393, 0.7, 0.9888) == (
+    found = said_of_rewards(RISES, 0.393, 0.7, 0.9888)
+    assert (found["level"], found["text"]) == (
         "note",
-        "the reward rises: mean reward 0.393 → 0.989 in 80 steps, driven by `correct`; accuracy is "
-        "not measured",
+        "the reward rises: held_out mean reward 0.393 → 0.989 in 80 steps, driven by `correct`; "
+        "accuracy is not measured",
     )
-    level, text = said_of_rewards(RISES, 0.4, 0.38)
-    assert level == "warning" and text.startswith("reward +0.27 in 80 steps of training, driven by")
-    assert text.endswith("but not in evaluations: mean reward 0.4 → 0.38")
-    level, text = said_of_rewards(Columns(correct=(0.6, 0.1)), 0.6, 0.2)
-    assert (level, text) == ("bad", "gets worse: reward -0.45 in 80 steps; mean reward 0.6 → 0.2")
-    level, text = said_of_rewards(FLAT, 0.4, 0.41)
-    assert text == "does not learn: mean reward 0.4 → 0.41 in 80 steps, within noise"
-    assert " of training, driven by `correct`; accuracy is not measured" in said(RISES)[1]
+    assert re.fullmatch(
+        r"Interval of the change: held_out mean reward \+0\.5\d to \+0\.6\d? "
+        r"\(99%, 100 questions, each before and after\)\.",
+        found["detail"],
+    )
+    found = said_of_rewards(RISES, 0.4, 0.4)
+    assert found["level"] == "warning" and found["text"] == (
+        "reward in training +0.27 in 80 steps, driven by `correct`, but not in evaluations: "
+        "held_out mean reward 0.4 → 0.4 is within noise"
+    )
+    found = said_of_rewards(FLAT, 0.4, 0.401)
+    assert (
+        found["text"]
+        == "does not learn: held_out mean reward 0.4 → 0.401 in 80 steps, within noise"
+    )
+    assert "reward in training" not in found["detail"]
+
+
+def test_a_loss_in_evaluations_is_said_whatever_the_reward_in_training_is():
+    """The figures of the sentence lie within its interval, and both are of what it names."""
+    short = Columns(11, noise=0.1, correct=(0.15, 0.2))
+    found = said_of_rewards(short, 0.552, 0.0985, num_questions=24)
+    assert (found["level"], found["text"]) == (
+        "bad",
+        "got worse: held_out mean reward 0.552 → 0.0985 in 80 steps",
+    )
+    low, high = re.findall(r"[+-]0\.\d+", found["detail"])
+    assert float(low) < 0.0985 - 0.552 < float(high) < 0 and "training" not in found["detail"]
+    found = said_of_rewards(RISES, 0.6, 0.2)
+    assert found["text"] == (
+        "got worse: held_out mean reward 0.6 → 0.2 in 80 steps, though reward in training +0.27, "
+        "driven by `correct`"
+    )
+
+
+def test_of_few_questions_the_reward_in_training_decides_and_is_named():
+    found = said_of_rewards(Columns(correct=(0.6, 0.1)), 0.6, 0.7, num_questions=9)
+    assert found["text"].startswith("got worse: reward in training 0.58")
+    assert found["detail"].startswith("Interval of the change: reward in training -0.")
+    assert "held_out" not in found["text"] + found["detail"]
+
+
+@pytest.mark.parametrize(("n", "student"), [(10, 3.2498), (24, 2.8073), (100, 2.6264)])
+def test_the_interval_of_pairs_is_students(n, student):
+    """Its table, at 99%; fewer than ten pairs have none."""
+    differences = [0.0, 1.0] * (n // 2)
+    error = np.std(differences, ddof=1) / n**0.5
+    expected = pytest.approx((0.5 - student * error, 0.5 + student * error), abs=1e-3)
+    assert paired_interval(differences) == expected
+    assert paired_interval(differences[:9]) is None
+
+
+def test_a_pair_of_answers_is_one_of_the_same_question():
+    before = {row: row / 100 for row in range(100)}
+    after = {row: row / 100 + 0.01 for row in range(50, 200)}
+    change = paired_change(before, after)
+    assert change and change.size == 50 and change.sign == 1
+    assert (change.before, change.after) == pytest.approx((0.745, 0.755))
+    assert paired_change(dict.fromkeys(range(9), 0.1), dict.fromkeys(range(9), 0.9)) is None
 
 
 def test_few_questions_do_not_show_that_a_reward_misleads():
@@ -205,9 +276,9 @@ def test_a_run_gets_worse_and_what_moved_first():
     )
     assert (level, text) == (
         "bad",
-        "gets worse: accuracy 60.0% → 20.0% in 80 steps; from step 41 on, `entropy` first",
+        "got worse: accuracy 60.0% → 20.0% in 80 steps; from step 41 on, `entropy` first",
     )
-    assert said(Columns(correct=(0.6, 0.1)))[1].startswith("gets worse: reward 0.585 → ")
+    assert said(Columns(correct=(0.6, 0.1)))[1].startswith("got worse: reward in training 0.585 → ")
 
 
 def test_what_was_learned_can_be_lost_again():
@@ -235,7 +306,7 @@ def test_it_can_be_too_early_to_say(columns, points, total):
 def test_an_interval_too_wide_is_too_early_whatever_the_steps():
     few, many = (Columns(steps, noise=0.1, a=(0.2, 0.2)) for steps in (10, 1000))
     assert said(few, total=10)[1] == "too early to say: 10 steps"
-    assert said(many, total=1000)[1].startswith("does not learn: reward ")
+    assert said(many, total=1000)[1].startswith("does not learn: reward in training ")
     assert said(few, (0, 0.2, 2000), (10, 0.21, 2000), total=10)[1].startswith(
         "does not learn: accuracy "
     )

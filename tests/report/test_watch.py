@@ -17,6 +17,7 @@ from shoal.report import watch
 from shoal.report.recorder import Recorder
 from shoal.report.watch import Watch
 from shoal.runs.diagnosis import Row
+from shoal.runs.writer import RunWriter
 
 FINE = {
     "groups/nonzero_std": 0.5,
@@ -204,6 +205,73 @@ def test_of_fewer_questions_the_whole_interval_must_be_below():
     assert Watch().evaluation(
         20, before, quick | {"accuracy": 0.2, "accuracy_interval": [0.13, 0.29]}
     )
+
+
+def answers(rewards) -> list:
+    """The greedy answers to questions 0, 1, ..., of which NaN was not scored."""
+    groups = []
+    for row, reward in enumerate(rewards):
+        groups.append(
+            SimpleNamespace(
+                example=SimpleNamespace(row=row),
+                subset="test",
+                rewards=np.array([reward]),
+                valid=np.array([not np.isnan(reward)]),
+            )
+        )
+    return groups
+
+
+def test_a_mean_reward_below_that_of_the_first_evaluation_is_warned_of():
+    """Of a task without an accuracy; the change of each question counts, not how they differ."""
+    first = np.linspace(0, 1, 24)
+    watch = Watch()
+    assert not watch.answers(0, answers(first))
+    assert not watch.answers(5, answers(first + np.tile([0.1, -0.1], 12)))  # noise
+    watch = Watch()
+    watch.answers(0, answers(first))
+    resumed = Watch()
+    resumed.restore(json.loads(json.dumps(watch.state())))
+    worse = first - 0.1 - np.tile([0.05, -0.05], 12)
+    [finding] = resumed.answers(10, answers(worse))
+    assert finding.level == "warning" and finding.key == "optimizer.lr"
+    assert finding.text.startswith(
+        "after step 10 the mean reward of 24 questions is 0.4, in the first evaluation it was 0.5: "
+        "a loss of 0.071 or more"
+    )
+    assert not resumed.answers(20, answers(worse))  # once in a run
+    # of too few questions, of which some were not scored
+    few = Watch()
+    few.answers(0, answers(first))
+    assert not few.answers(10, answers([*worse[:9], *[np.nan] * 15]))
+
+
+def test_the_recorder_asks_of_the_main_set_alone_and_only_without_an_accuracy(tmp_path):
+    warnings = []
+    console = SimpleNamespace(
+        warning=lambda text, key: warnings.append(text), evaluation=lambda *_: None
+    )
+    with RunWriter.create(tmp_path, "run") as folder:
+        for figures in ({"mean_reward": 0.5}, {"mean_reward": 0.5, "accuracy": 0.5}):
+            recorder = Recorder(
+                folder,
+                console,  # type: ignore[arg-type]
+                10,
+                False,
+                lambda _: RolloutStats(),
+                lambda: 0,
+                lambda: 0,
+            )
+            with closing(recorder):
+                for version, reward in ((0, 0.9), (5, 0.1)):
+                    main = answers(np.linspace(0, 0.1, 24) + reward)
+                    other = answers(np.full(24, 0.9))
+                    for group in other:
+                        group.subset = "other"
+                    asked = {"test": figures, "other": figures}
+                    recorder.evaluation(version, asked, [*other, *main], 48, 1.0)
+    [text] = warnings
+    assert text.startswith("after step 5 the mean reward of 24 questions is 0.15")
 
 
 def test_a_resumed_watch_goes_on_where_the_stored_one_was():

@@ -18,7 +18,9 @@ from tiny_runs import Workshop, checkpoints, groups, metrics
 
 from shoal.config.merge import compose
 from shoal.config.sections.optimizer import BatchSection
+from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.train import CheckpointSection, TrainSection
+from shoal.config.stored import to_dict
 from shoal.config.train import Config
 from shoal.findings import Finding
 from shoal.job.job import Job
@@ -31,6 +33,7 @@ from shoal.report.recorder import Recorder
 from shoal.trainer.loop import Run
 from shoal.trainer.prompts import PassRates, PromptStream
 from shoal.trainer.schedule import Schedule
+from shoal.weights.checkpoints import Restored
 
 # ---- the schedule
 
@@ -720,6 +723,37 @@ def test_a_resumed_run_samples_from_what_its_checkpoint_holds():
     assert schedule.older_versions(6) == [4, 5] and schedule.keep_from(6) == 4
     for step in range(5, 20):
         assert 0 <= step - schedule.version(step) <= schedule.max_staleness
+
+
+class Resumed(Diary):
+    """A diary whose watch has the rewards of the first evaluation."""
+
+    def restore(self, *_: Any) -> None:
+        self.watch.first_answers = {0: 0.5}
+
+
+@pytest.mark.parametrize(("function", "kept"), [("reward.py:old", True), ("reward.py:new", False)])
+def test_rewards_of_answers_are_not_compared_with_those_of_another_reward(function, kept):
+    config = Config(
+        steps=3,
+        reward=RewardSection(functions=("reward.py:old",)),
+        train=TrainSection(evaluate_every=0),
+    )
+    diary = Resumed()
+    rows = [Example(row, str(row)) for row in range(50)]
+    prompts = PromptStream(rows, lambda prompt: np.array([1]), 0, 10)
+    extra = {
+        "config": json.loads(json.dumps(to_dict(config))),
+        "prompts": prompts.state(),
+        "pending": [],
+        "recorder": {},
+        "evaluated": True,
+    }
+    now = replace(config, reward=RewardSection(functions=(function,)))
+    restored = Restored(2, state_of(2), extra)
+    run = Run(now, None, diary, diary, prompts, diary, diary, diary, restored=restored)
+    run.begin()
+    assert bool(diary.watch.first_answers) == kept
 
 
 # ---- with the real source

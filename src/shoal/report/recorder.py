@@ -351,6 +351,9 @@ class Recorder:
         before = self.evaluations.get(0, {}).get(main, {})
         with self.folder.during("evaluation", version):
             self._warn(self.watch.evaluation(version, before, figures.get(main, {})))
+            if "accuracy" not in figures.get(main, {}):
+                answers = [group for group in groups if group.subset == main]
+                self._warn(self.watch.answers(version, answers))
             position = self.followed.position(version, figures) if self.followed else None
             if position:
                 self.console.note(position.text)

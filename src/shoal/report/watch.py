@@ -16,8 +16,9 @@ import numpy as np
 from shoal.findings import Finding, Level
 from shoal.records import Failure, Group
 from shoal.runs.diagnosis import ROWS, SKIPPED_UPDATES, SYMPTOMS, Figure, Row, diagnose
-from shoal.runs.metrics import ENVIRONMENT
+from shoal.runs.metrics import ENVIRONMENT, known_mean, paired_interval
 from shoal.runs.recipe import Position
+from shoal.text import count
 
 
 def step_figures(metrics: Mapping[str, float]) -> dict[str, Figure]:
@@ -60,6 +61,9 @@ class Watch:
     given: set[str] = field(default_factory=set)  # names of warnings that were given already
     # name of a reward function -> [min, max, steps, completions, completions that are not 0]
     rewards: dict[str, list[float]] = field(default_factory=dict)
+    # row of the data -> reward of its greedy answer in the first evaluation; {} if there was none,
+    # or if the task has an accuracy
+    first_answers: dict[int, float] = field(default_factory=dict)
 
     @property
     def first_skipped_step(self) -> int | None:
@@ -176,6 +180,33 @@ class Watch:
         words = {"version": version, "accuracy": accuracy, "low": low_before}
         return self._findings([Figure(name, low_before - highest, words=words)])
 
+    def answers(self, version: int, answers: Sequence[Group]) -> list[Finding]:
+        """Returns a list with a warning if the mean reward of the questions of a data set is lower
+        than in the first evaluation, beyond the noise of the change of each (`paired_interval`);
+        else [], and [] if that was warned of before. The first call only notes the answers.
+
+        `answers`: the greedy answers of `version`, of a task that has no accuracy: of one that has,
+        `evaluation` judges that."""
+        rewards = {}
+        for group in answers:
+            if group.valid[0]:
+                rewards[group.example.row] = float(group.rewards[0])
+        if not self.first_answers:
+            self.first_answers = rewards
+            return []
+        questions = sorted(rewards.keys() & self.first_answers.keys())
+        interval = paired_interval([rewards[row] - self.first_answers[row] for row in questions])
+        if interval is None:
+            return []
+        _, high = interval
+        words = {
+            "version": version,
+            "questions": count(len(questions), "question"),
+            "before": known_mean(self.first_answers[row] for row in questions),
+            "after": known_mean(rewards[row] for row in questions),
+        }
+        return self._findings([Figure("mean_reward_drop", -high, words=words)])
+
     def recipe(self, position: Position) -> list[Finding]:
         """Returns a list with a warning if an evaluation lies below the band of the run's recipe;
         else [], and [] if that was warned of before."""
@@ -212,6 +243,7 @@ class Watch:
             "in_a_row": dict(self.streaks),
             "given": sorted(self.given),
             "rewards": dict(self.rewards),
+            "first_answers": list(self.first_answers.items()),  # JSON has no numbers as keys
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -219,3 +251,4 @@ class Watch:
         self.streaks = dict(state["in_a_row"])
         self.given = set(state["given"])
         self.rewards = {name: list(values) for name, values in state["rewards"].items()}
+        self.first_answers = dict(state.get("first_answers", ()))

@@ -245,6 +245,17 @@ ROWS = (
         symptom="the-reward-falls-after-some-steps",
     ),
     Row(
+        "worse",
+        "mean_reward_drop",
+        ">",
+        0,
+        "after step {version} the mean reward of {questions} is {after:.3g}, in the first "
+        "evaluation it was {before:.3g}: a loss of {value:.2g} or more (99%, by question)",
+        "lower optimizer.lr, or set algorithm.kl_coef",
+        "optimizer.lr",
+        symptom="the-reward-falls-after-some-steps",
+    ),
+    Row(
         "below recipe",
         "recipe_shortfall",
         ">",

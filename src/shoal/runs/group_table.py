@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.records import ShoalError
+from shoal.records import Purpose, ShoalError
+from shoal.runs.groups import groups_file
 from shoal.runs.lines import bounded_json, bounded_line, rounded
 from shoal.runs.reader import StoredRun
 from shoal.text import did_you_mean
@@ -575,6 +576,37 @@ class GroupTable:
                 if value is not None:
                     weights[column.removeprefix("weight/")] = value
         return weights
+
+    def evaluation_stamp(self, data_set: str, version: int) -> Stamp | None:
+        """Returns the stamp of the file with the answers of an evaluation; None if it is not
+        there."""
+        _, stamp = self._evaluation_file(data_set, version)
+        return stamp
+
+    def _evaluation_file(self, data_set: str, version: int) -> tuple[Path | None, Stamp | None]:
+        name = groups_file(Purpose.EVALUATE, data_set, version).removesuffix(".parquet")
+        return self._files_on_disk().get(name, (None, None))
+
+    def evaluated_rewards(self, data_set: str, version: int) -> dict[int, float]:
+        """Returns row of the data -> mean reward of the answers of an evaluation that were scored;
+        {} if its answers are not stored, or if the file is damaged. Reads the file, because the
+        table may not have indexed it yet."""
+        path, _ = self._evaluation_file(data_set, version)
+        if path is None:
+            return {}
+        query = (
+            'SELECT TRY_CAST("row" AS BIGINT) AS question, '
+            "avg(TRY_CAST(reward AS DOUBLE)) AS mean FROM read_parquet(?) GROUP BY question"
+        )
+        try:
+            rows = self.database.rows(query, str(path))
+        except self.database.error:  # the file is damaged, which indexing reports
+            return {}
+        rewards = {}
+        for row in rows:
+            if row["question"] is not None and row["mean"] is not None:
+                rewards[row["question"]] = row["mean"]
+        return rewards
 
     @property
     def num_left_out(self) -> int:

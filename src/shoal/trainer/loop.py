@@ -21,13 +21,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shoal.config.key import values_of
 from shoal.config.stored import to_dict
 from shoal.config.train import Config
 from shoal.protocols import GroupRequest, RolloutSource
 from shoal.records import Group, Params, Purpose, ShoalError
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.report.timeline import Timeline, timed
-from shoal.runs.lines import Summary
+from shoal.runs.lines import Summary, leaves
+from shoal.runs.reader import reward_changed_at
 from shoal.runs.summary import version_text
 from shoal.stop import StopRequested, StopSignal
 from shoal.tasks.builtin_rewards import PENALTY
@@ -237,6 +239,10 @@ class Run:
         if self.publication_due(version):
             self.publish(version, state.trainable)
         self.recorder.restore(extra["recorder"], version, extra["evaluated"], self.evaluating)
+        parts = {0: dict(leaves(extra["config"])), 1: values_of(self.config)}
+        if reward_changed_at(parts):
+            # The rewards that answers had are not compared with those of another reward.
+            self.recorder.watch.first_answers = {}
         self.restored = None
         missing = self.evaluation_due(version) and version not in self.recorder.evaluations
         if missing and not self.ends_at(version):

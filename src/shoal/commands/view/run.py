@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from shoal.commands.view.curves import Curves, about, by_topic, spikes
-from shoal.commands.view.verdict import accuracy_change, drivers, verdict
+from shoal.commands.view.verdict import Change, accuracy_change, drivers, verdict
 from shoal.config.key import keys_of
 from shoal.config.train import FOLDER_KEYS, LABEL_KEYS, Config
 from shoal.runs.compare import (
@@ -40,11 +40,13 @@ def overview(
     events: Sequence[EventLine],
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
+    paired: Change | None = None,
 ) -> dict[str, Any]:
     """Returns the whole record of the Run view except the progress: name, verdict, table, topics of
     metrics, events (the first MAX_EVENTS by step), settings, reward functions (`drivers`),
     problems, evaluations, checkpoints. `main` lists the curves that are shown first. `weights`: the
-    weight of each reward function; `settings`: the run's values by dotted key. Rewards are compared
+    weight of each reward function; `settings`: the run's values by dotted key; `paired`: the change
+    of the evaluations' main figure, if it is a mean reward (`paired_change`). Rewards are compared
     only over the steps since the reward function last changed (`run.reward_since`)."""
     since = run.reward_since
     evaluated = evaluations.curves()
@@ -70,12 +72,13 @@ def overview(
             curves=curves,
             main_figure=main_figure,
             main_curve=main_curve,
+            paired=paired,
             since=since,
             functions=functions,
             shown_events=shown_events,
             settings=settings,
         ),
-        "table": before_after(run, evaluations),
+        "table": before_after(run, evaluations, paired),
         "topics": by_topic(names),
         "about": about(names),
         "events": shown_events,
@@ -117,18 +120,20 @@ def _verdict(
     curves: Curves,
     main_figure: str,
     main_curve: Mapping[str, Sequence[Any]],
+    paired: Change | None,
     since: int,
     functions: Sequence[Mapping[str, Any]],
     shown_events: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
 ) -> dict[str, str]:
     """Returns the verdict on a run (`verdict`). `main_figure`, `main_curve`: of the evaluations;
-    `functions`: the result of `drivers`; `since`: rewards are compared only over the steps after
-    this version; `shown_events`: records of events, by step."""
+    `paired`: the change of that figure, if it is a mean reward; `functions`: the result of
+    `drivers`; `since`: rewards are compared only over the steps after this version; `shown_events`:
+    records of events, by step."""
     columns = _columns_since(curves, since)
     made = int(curves.last.get("step", 0))
     total = _steps_of(settings)
-    return verdict(main_figure, main_curve, columns, functions, shown_events, made, total)
+    return verdict(main_figure, main_curve, paired, columns, functions, shown_events, made, total)
 
 
 def _steps_of(settings: Mapping[str, Any]) -> int | None:
@@ -142,7 +147,11 @@ MAX_SPARK = 60
 
 
 def home_row(
-    run: StoredRun, curves: Curves, evaluations: Evaluations, settings: Mapping[str, Any]
+    run: StoredRun,
+    curves: Curves,
+    evaluations: Evaluations,
+    settings: Mapping[str, Any],
+    paired: Change | None = None,
 ) -> dict[str, Any]:
     """Returns the row of a run in the list of runs.
 
@@ -153,7 +162,7 @@ def home_row(
         point with its interval (None if there is none)
     curve, of: a small curve and what it shows: the main figure if there are more than two
         evaluations, else the reward
-    verdict: from the curves alone, without events and weights
+    verdict: from the curves and `paired` (as in `overview`), without events and weights
     """
     since = run.reward_since
     figure, curve = evaluations.main_curve(since)
@@ -170,13 +179,14 @@ def home_row(
     functions = drivers(_columns_since(curves, since), {})
     return {
         "began": run.began,
-        "gain": _gain(before_after(run, evaluations), figure),
+        "gain": _gain(before_after(run, evaluations, paired), figure),
         "figure": figure,
         "newest": newest,
         "verdict": _verdict(
             curves=curves,
             main_figure=figure,
             main_curve=curve,
+            paired=paired,
             since=since,
             functions=functions,
             shown_events=(),
@@ -279,18 +289,25 @@ def _seconds_idle(run: StoredRun) -> float:
     return time.time() - path.stat().st_mtime if path else math.inf
 
 
-def before_after(run: StoredRun, evaluations: Evaluations) -> list[list[Any]]:
+def before_after(
+    run: StoredRun, evaluations: Evaluations, paired: Change | None = None
+) -> list[list[Any]]:
     """Returns the rows (figure, before training, after it, change: texts) of the table of a run
     (`StoredRun.before_after`), each with one more cell: 1 or -1 if the figure has risen or fallen
     between the first and the newest evaluation, 0 if the interval of the change contains 0 or is
-    unknown. Returns [], and adds a problem to the run, if the evaluations are damaged."""
+    unknown. `paired`: the change of the main figure, if that is a mean reward. Returns [], and adds
+    a problem to the run, if the evaluations are damaged."""
     curves = evaluations.curves()
+    main_figure, _ = evaluations.main_curve(run.reward_since)
     rows: list[list[Any]] = []
     try:
         for row in run.before_after(evaluations, run.summary()):
             # row[0] is a title such as "held_out mean reward (greedy, 500 questions)"
             data_set, figure, *_ = row[0].replace("mean reward", "mean_reward").split()
-            change = accuracy_change(curves.get(f"evaluate/{data_set}/{figure}", {}))
+            name = f"evaluate/{data_set}/{figure}"
+            change = accuracy_change(curves.get(name, {}))
+            if change is None and name == main_figure:
+                change = paired
             cells: list[Any] = list(row)
             cells.append(change.sign if change else 0)
             rows.append(cells)

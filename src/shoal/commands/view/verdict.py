@@ -2,10 +2,11 @@
 of the reward.
 
     drivers(columns, weights)        how much each reward function adds to the change of the reward
-    accuracy_change, reward_change   changes with their confidence intervals
+    accuracy_change, paired_change   changes in evaluations, with their confidence intervals
+    reward_change                    that of the reward in training
     verdict(...)                     learns, learns nothing, looks hacked, or too early to say
 
-Changes are differences between the means of the first and the last steps, with intervals. Bounds of
+Changes in training are differences between the means of the first and the last steps. Bounds of
 warnings that `runs/diagnosis.py` has a row for are those of the row."""
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from shoal.runs.diagnosis import Figure, row_named
 from shoal.runs.lines import rounded
-from shoal.runs.metrics import known_mean
+from shoal.runs.metrics import FEWEST_PAIRS, known_mean, paired_interval
 from shoal.text import count, number_text
 
 PART_STEPS, STUDENT = 5, 3.36
@@ -49,6 +50,7 @@ class Change:
     after: float
     low: float  # of the difference, not of the figure
     high: float
+    size: int = 0  # number of questions, or of steps at each end, that it rests on
 
     @property
     def sign(self) -> int:
@@ -82,7 +84,7 @@ def accuracy_change(
     newest evaluation.
 
     The interval of the difference of two shares follows from the intervals of both: Newcombe
-    (1998), method 10. A curve of mean rewards is treated likewise."""
+    (1998), method 10."""
     if len(curve.get("x", ())) < 2:
         return None
     if curve["low"][first] is None or curve["low"][last] is None:
@@ -112,7 +114,22 @@ def reward_change(values: Sequence[float]) -> Change | None:
     after = float(last.mean())
     difference = float(last.mean() - first.mean())
     # 1e-6, because means of equal rewards differ by rounding.
-    return Change(before, after, difference - half - 1e-6, difference + half + 1e-6)
+    return Change(before, after, difference - half - 1e-6, difference + half + 1e-6, part)
+
+
+def paired_change(before: Mapping[int, float], after: Mapping[int, float]) -> Change | None:
+    """Returns the change of the mean reward over the questions that two evaluations have in common,
+    with its 99% interval (`paired_interval`), which is of the change of each question: questions
+    that are hard before and after add no noise. None if there are fewer than FEWEST_PAIRS.
+    `before`, `after`: row of the data -> reward."""
+    questions = sorted(before.keys() & after.keys())
+    interval = paired_interval([after[row] - before[row] for row in questions])
+    if interval is None:
+        return None
+    size = len(questions)
+    mean_before = math.fsum(before[row] for row in questions) / size
+    mean_after = math.fsum(after[row] for row in questions) / size
+    return Change(mean_before, mean_after, *interval, size)
 
 
 # ---- what moves the reward
@@ -180,9 +197,82 @@ def _rounded_mean(values: Sequence[float]) -> float | None:
 # ---- the verdict
 
 
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity that has changed, as the page names it."""
+
+    name: str  # "accuracy", "held_out mean reward" or "reward in training"
+    change: Change
+    sample: str  # what the interval rests on: "500 questions"
+    confidence: int = 99  # of the interval, in percent
+
+    @property
+    def is_accuracy(self) -> bool:
+        return self.name == "accuracy"
+
+    @property
+    def figures(self) -> str:
+        """Returns name and figure before and after, like `held_out mean reward 0.12 → 0.345`."""
+        change = self.change
+        return f"{self.name} {change.shares if self.is_accuracy else change.numbers}"
+
+    @property
+    def interval(self) -> str:
+        """Returns name and interval of the change: `accuracy +5.0 to +12.1 points (95%, ...)`."""
+        change = self.change
+        if self.is_accuracy:
+            ends = f"{100 * change.low:+.1f} to {100 * change.high:+.1f} points"
+        else:
+            ends = f"{change.low:+.2g} to {change.high:+.2g}"
+        return f"{self.name} {ends} ({self.confidence}%, {self.sample})"
+
+    @property
+    def may_have_gained(self) -> bool:
+        """True if the interval is so wide that a gain that matters is possible: LITTLE of accuracy,
+        half of a reward."""
+        change = self.change
+        if self.is_accuracy:
+            return change.high >= LITTLE
+        return change.high > max(abs(change.before) / 2, abs(change.after) / 2, 1e-5)
+
+
+def evaluated_quantity(
+    figure: str, curve: Mapping[str, Sequence[Any]], paired: Change | None
+) -> Quantity | None:
+    """Returns how the main figure of the evaluations has changed: the accuracy, else the mean
+    reward. None if that is unknown. `figure`, `curve`: its name and curve; `paired`: the change of
+    a mean reward (`paired_change`)."""
+    if figure.endswith("/accuracy"):
+        change = accuracy_change(curve)
+        if change is None:
+            return None
+        return Quantity("accuracy", change, _questions(curve["n"][-1]), confidence=95)
+    if paired is None:
+        return None
+    data_set = figure.removeprefix("evaluate/").removesuffix("/mean_reward")
+    sample = f"{_questions(paired.size)}, each before and after"
+    return Quantity(f"{data_set} mean reward", paired, sample)
+
+
+def _questions(number: float | None) -> str:
+    """Returns the number of questions of an evaluation as text."""
+    if number is None or not math.isfinite(number):
+        return "an unknown number of questions"
+    return count(int(number), "question")
+
+
+def _trained_quantity(rewards: Sequence[float]) -> Quantity | None:
+    """Returns how the reward in training has changed (`reward_change`); None if unknown."""
+    change = reward_change(rewards)
+    if change is None:
+        return None
+    return Quantity("reward in training", change, f"first and last {count(change.size, 'step')}")
+
+
 def verdict(
     figure: str,
     curve: Mapping[str, Sequence[Any]],
+    paired: Change | None,
     columns: Mapping[str, Sequence[float]],
     drivers: Sequence[Mapping[str, Any]],
     events: Sequence[Mapping[str, Any]],
@@ -192,26 +282,26 @@ def verdict(
     """Returns the verdict on a run: `level` (good, note, warning, bad or none), `text` (the
     sentence), and `detail` (the intervals as text, "" if none is known).
 
-    The sentence has one figure before and after, which is that of the table before and after
-    training: the accuracy, else the mean reward of the evaluations. Only of a run that was not
-    evaluated twice it has the reward in training, at the first and at the last steps.
+    One quantity decides, and the sentence names it and has its figures before and after: that of
+    the evaluations, if its interval is known (`evaluated_quantity`), else the reward in training,
+    at the first and at the last steps. If the evaluations cannot tell, the sentence may go on with
+    the reward in training. The detail has the intervals of what the sentence names.
 
-    `figure`, `curve`: name and curve of the evaluations' main figure; `columns`: metrics by step;
-    `drivers`: the result of the function `drivers`; `events`: records of spikes, warnings and the
-    like; `steps`: the number made so far, of `total` (None if unknown)."""
+    `figure`, `curve`: name and curve of the evaluations' main figure; `paired`: the change of that,
+    if it is a mean reward (`paired_change`); `columns`: metrics by step; `drivers`: the result of
+    the function `drivers`; `events`: records of spikes, warnings and the like; `steps`: the number
+    made so far, of `total` (None if unknown)."""
     # Each is None if there is too little to tell.
-    accuracy = accuracy_change(curve)
-    reward = reward_change(columns.get("reward/mean", ()))
-    # If accuracy was measured before training, the next evaluation says more than rewards do.
-    is_awaited = len(curve.get("x", ())) == 1 and curve["low"][0] is not None
+    evaluated = evaluated_quantity(figure, curve, paired)
+    trained = _trained_quantity(columns.get("reward/mean", ()))
     # Early in a run, the compared ends have few steps, and may both lie within one jump. Without
     # `total` only the next condition decides.
-    is_early = steps <= (total or 0) / (2 if is_awaited else 4)
-    if accuracy is None and steps < 4 * PART_STEPS:
+    is_early = steps <= (total or 0) / (2 if _is_awaited(figure, curve) else 4)
+    if evaluated is None and steps < 4 * PART_STEPS:
         is_early = True
     lost = _lost(columns, drivers)
     made = count(steps, "step")
-    level, text = _sentence(figure, curve, accuracy, reward, drivers, lost, made, is_early)
+    level, text, quantities = _sentence(curve, evaluated, trained, drivers, lost, made, is_early)
     if level == "bad":
         text += _collapse(events)
     if text.startswith(("does not learn", "too early")):
@@ -221,84 +311,100 @@ def verdict(
         if unrewarded:
             level = "bad" if level == "bad" else "warning"
             text += f"; {unrewarded}"
-    intervals = []
-    if accuracy:
-        intervals.append(f"accuracy {100 * accuracy.low:+.1f} to {100 * accuracy.high:+.1f} points")
-    if reward:
-        intervals.append(f"reward {reward.low:+.2g} to {reward.high:+.2g} (99%)")
+    intervals = [quantity.interval for quantity in quantities if quantity]
     detail = ""
     if intervals:
-        detail = f"Intervals of the change: {', '.join(intervals)}."
+        detail = f"Interval of the change: {', '.join(intervals)}."
     return {"level": level, "text": text, "detail": detail}
 
 
+def _is_awaited(figure: str, curve: Mapping[str, Sequence[Any]]) -> bool:
+    """True if there is one evaluation, and the next one will say more than rewards in training do,
+    because it has enough questions."""
+    if len(curve.get("x", ())) != 1:
+        return False
+    if figure.endswith("/accuracy"):
+        return curve["low"][0] is not None
+    return (curve["n"][0] or 0) >= FEWEST_PAIRS
+
+
+Sentence: TypeAlias = "tuple[str, str, Sequence[Quantity | None]]"
+"""(level, text, the quantities that the text is about) of a verdict."""
+
+
 def _sentence(
-    figure: str,
     curve: Mapping[str, Sequence[Any]],
-    accuracy: Change | None,
-    reward: Change | None,
+    evaluated: Quantity | None,
+    trained: Quantity | None,
     drivers: Sequence[Mapping[str, Any]],
     lost: str,
     made: str,
     is_early: bool,
-) -> tuple[str, str]:
-    """Returns (level, text) of the verdict from the changes of accuracy and reward (None: unknown).
-    The accuracy decides if it has changed beyond noise, else the reward does, else
-    `_without_a_change`. `lost`: the result of `_lost`. `made`: the number of steps so far, as text.
-    `is_early`: True if too few steps were made to say that a run does not learn."""
+) -> Sentence:
+    """Returns the verdict from the changes in evaluations and in training (None: unknown). The
+    evaluations decide if their figure has changed beyond noise, else the reward in training does,
+    else `_without_a_change`. `lost`: the result of `_lost`. `made`: the number of steps so far, as
+    text. `is_early`: True if too few steps were made to say that a run does not learn."""
     name = _strongest_driver(drivers)
     driven = f", driven by {name}" if name else ""
-    rise = f"reward {reward.after - reward.before:+.2f}" if reward else ""
-    if accuracy and accuracy.sign > 0:
-        measured = _measured_over(curve)
-        # Position of the evaluation whose interval has the highest lower end.
-        best = max(range(len(curve["x"])), key=lambda position: curve["low"][position] or 0)
-        # An earlier evaluation was better than the newest beyond the noise of both.
-        if (curve["low"][best] or 0) > curve["high"][-1]:
-            return "warning", (
-                f"learned and lost again: accuracy {accuracy.shares} in {measured}, but "
-                f"{curve['y'][best]:.1%} at step {curve['x'][best]}"
-            )
-        return "good", f"learns: accuracy {accuracy.shares} in {measured}{driven}"
-    if accuracy and accuracy.sign < 0:
-        if reward and reward.sign > 0:
-            points = f"{100 * (accuracy.after - accuracy.before):+.1f} points"
-            by_driver = f" by {name}" if name else ""
-            return "bad", f"{rise}, accuracy {points}: looks hacked{by_driver}"
-        measured = _measured_over(curve)
-        return "bad", f"gets worse: accuracy {accuracy.shares} in {measured}"
-    evaluated = _evaluated_reward(figure, curve)
-    if reward and reward.sign > 0:
+    by_driver = f" by {name}" if name else ""
+    rise = ""
+    has_risen = has_fallen = False
+    if trained:
+        rise = f"{trained.name} {trained.change.after - trained.change.before:+.2f}"
+        has_risen = trained.change.sign > 0
+        has_fallen = trained.change.sign < 0
+    if evaluated and evaluated.change.sign > 0:
+        return _gain(curve, evaluated, driven)
+    if evaluated and evaluated.change.sign < 0:
+        change = evaluated.change
+        if has_risen and evaluated.is_accuracy:
+            points = f"{100 * (change.after - change.before):+.1f} points"
+            text = f"{rise}, accuracy {points}: looks hacked{by_driver}"
+            return "bad", text, (evaluated, trained)
+        text = f"got worse: {evaluated.figures} in {_measured_over(curve)}"
+        if has_risen:
+            return "bad", f"{text}, though {rise}{driven}", (evaluated, trained)
+        return "bad", text, (evaluated,)
+    if trained and has_risen:
         if lost and name:
-            return "bad", f"{rise} in {made}, {lost}: looks hacked by {name}"
-        if accuracy and accuracy.high < LITTLE:
-            return "warning", (
-                f"{rise} in {made}{driven}, but hardly more right answers: accuracy "
-                f"{accuracy.shares} is within noise"
-            )
-        if accuracy:
-            return "note", (
-                f"the reward rises in {made}{driven}; accuracy {accuracy.shares}, from too few "
-                "questions to tell"
-            )
-        if evaluated and evaluated.after <= evaluated.before:
-            return "warning", (
-                f"{rise} in {made} of training{driven}, but not in evaluations: mean reward "
-                f"{evaluated.numbers}"
-            )
+            return "bad", f"{rise} in {made}, {lost}: looks hacked by {name}", (trained,)
+        rises = f"the reward rises: {trained.figures} in {made}{driven}"
+        if evaluated is None:
+            return "note", f"{rises}; accuracy is not measured", (trained,)
+        if evaluated.may_have_gained:
+            text = f"{rises}; {evaluated.figures}, from too few questions to tell"
+            return "note", text, (trained, evaluated)
+        but = "not in evaluations"
+        if evaluated.is_accuracy:
+            but = "hardly more right answers"
+        text = f"{rise} in {made}{driven}, but {but}: {evaluated.figures} is within noise"
+        return "warning", text, (evaluated, trained)
+    if trained and has_fallen:
+        text = f"got worse: {trained.figures} in {made}"
         if evaluated:
-            measured = _measured_over(curve)
-            text = f"mean reward {evaluated.numbers} in {measured}"
-        else:
-            text = f"{reward.numbers} in {made} of training"
-        return "note", f"the reward rises: {text}{driven}; accuracy is not measured"
-    if reward and reward.sign < 0:
-        if accuracy:
-            return "bad", f"gets worse: {rise} in {made}; accuracy {accuracy.shares}"
-        if evaluated:
-            return "bad", f"gets worse: {rise} in {made}; mean reward {evaluated.numbers}"
-        return "bad", f"gets worse: reward {reward.numbers} in {made} of training"
-    return _without_a_change(accuracy, evaluated, reward, made, is_early)
+            text += f"; {evaluated.figures} is within noise"
+        return "bad", text, (trained, evaluated)
+    return _without_a_change(evaluated, trained, made, is_early)
+
+
+def _gain(curve: Mapping[str, Sequence[Any]], evaluated: Quantity, driven: str) -> Sentence:
+    """Returns the verdict on a run whose evaluations have risen beyond noise. `driven`: the end of
+    the sentence on what moves the reward, or ""."""
+    measured = _measured_over(curve)
+    if not evaluated.is_accuracy:
+        rises = f"the reward rises: {evaluated.figures} in {measured}{driven}"
+        return "note", f"{rises}; accuracy is not measured", (evaluated,)
+    # Position of the evaluation whose interval has the highest lower end.
+    best = max(range(len(curve["x"])), key=lambda position: curve["low"][position] or 0)
+    # An earlier evaluation was better than the newest beyond the noise of both.
+    if (curve["low"][best] or 0) > curve["high"][-1]:
+        text = (
+            f"learned and lost again: {evaluated.figures} in {measured}, but "
+            f"{curve['y'][best]:.1%} at step {curve['x'][best]}"
+        )
+        return "warning", text, (evaluated,)
+    return "good", f"learns: {evaluated.figures} in {measured}{driven}", (evaluated,)
 
 
 def _measured_over(curve: Mapping[str, Sequence[Any]]) -> str:
@@ -307,53 +413,18 @@ def _measured_over(curve: Mapping[str, Sequence[Any]]) -> str:
     return count(curve["x"][-1] - curve["x"][0], "step")
 
 
-@dataclass(frozen=True)
-class EvaluatedReward:
-    """The mean reward of the first and of the newest evaluation. Its interval is unknown."""
-
-    before: float
-    after: float
-
-    @property
-    def numbers(self) -> str:
-        """Returns the mean reward before and after, like `0.12 → 0.345`."""
-        return f"{number_text(self.before)} → {number_text(self.after)}"
-
-
-def _evaluated_reward(figure: str, curve: Mapping[str, Sequence[Any]]) -> EvaluatedReward | None:
-    """Returns the mean reward of the first and of the newest evaluation; None if the main figure of
-    the evaluations is not the mean reward, or if there are not two."""
-    if not figure.endswith("/mean_reward") or len(curve["x"]) < 2:
-        return None
-    return EvaluatedReward(curve["y"][0], curve["y"][-1])
-
-
 def _without_a_change(
-    accuracy: Change | None,
-    evaluated: EvaluatedReward | None,
-    reward: Change | None,
-    made: str,
-    is_early: bool,
-) -> tuple[str, str]:
-    """Returns (level, text) of the verdict if neither accuracy nor reward has changed beyond noise:
-    "too early to say" if a gain may still be hidden in the noise, else "does not learn"."""
-    figures = []
-    if accuracy:
-        figures.append(f"accuracy {accuracy.shares}")
-    elif evaluated:
-        figures.append(f"mean reward {evaluated.numbers}")
-    # True if the interval is so wide that a gain that matters is possible: LITTLE of accuracy, or,
-    # if accuracy is not measured, half of the reward.
-    is_wide = False
-    if accuracy:
-        is_wide = accuracy.high >= LITTLE
-    elif reward:
-        is_wide = reward.high > max(abs(reward.before) / 2, abs(reward.after) / 2, 1e-5)
-    if reward is None or is_early or is_wide:
-        return "none", f"too early to say: {', '.join([made, *figures])}"
-    if not figures:
-        figures.append(f"reward {reward.numbers}")
-    return "warning", f"does not learn: {figures[0]} in {made}, within noise"
+    evaluated: Quantity | None, trained: Quantity | None, made: str, is_early: bool
+) -> Sentence:
+    """Returns the verdict if nothing has changed beyond noise: "too early to say" if a gain may
+    still be hidden in the noise, else "does not learn". It is about the evaluations if their change
+    is known, else about the reward in training."""
+    quantity = evaluated or trained
+    if trained is None or is_early or (quantity and quantity.may_have_gained):
+        figures = [evaluated.figures] if evaluated else []
+        return "none", f"too early to say: {', '.join([made, *figures])}", (quantity,)
+    assert quantity is not None  # `trained` is not
+    return "warning", f"does not learn: {quantity.figures} in {made}, within noise", (quantity,)
 
 
 def _strongest_driver(drivers: Sequence[Mapping[str, Any]]) -> str:

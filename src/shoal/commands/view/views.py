@@ -34,6 +34,7 @@ from shoal.commands.view.run import (
     recipe_band,
     shown_differences,
 )
+from shoal.commands.view.verdict import Change, paired_change
 from shoal.config.keywords import ROWS
 from shoal.files import check_local
 from shoal.records import ShoalError
@@ -131,13 +132,39 @@ class OpenRun:
         return self.kept("decided keys", self._written(DECIDED), read)
 
     @property
+    def paired(self) -> Change | None:
+        """Returns the change of the evaluations' main figure by question, if that is a mean reward
+        (`paired_change`); None if it is another figure, if there are not two evaluations, or if
+        their answers are not stored, or not yet."""
+        figure, curve = self.evaluations.main_curve(self.run.reward_since)
+        if not figure.endswith("/mean_reward") or len(curve["x"]) < 2:
+            return None
+        data_set = figure.removeprefix("evaluate/").removesuffix("/mean_reward")
+        first = curve["x"][0]
+        newest = curve["x"][-1]
+        # A thread of the run writes the answers, which may come later than the figures.
+        revision = (
+            self.index.evaluation_stamp(data_set, first),
+            self.index.evaluation_stamp(data_set, newest),
+        )
+
+        def read() -> Change | None:
+            before = self.index.evaluated_rewards(data_set, first)
+            after = self.index.evaluated_rewards(data_set, newest)
+            return paired_change(before, after)
+
+        return self.kept("paired", (first, newest, revision), read)
+
+    @property
     def home_row(self) -> dict[str, Any]:
         """Returns the run's row in the list of runs."""
+        paired = self.paired
 
         def make() -> dict[str, Any]:
-            return home_row(self.run, self.curves, self.evaluations, self.settings)
+            return home_row(self.run, self.curves, self.evaluations, self.settings, paired)
 
-        return self.kept("home", (self.curves.revision, len(self.evaluations.lines)), make)
+        revision = (self.curves.revision, len(self.evaluations.lines), paired)
+        return self.kept("home", revision, make)
 
     @property
     def events(self) -> list[EventLine]:
@@ -527,12 +554,14 @@ def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     events = opened.events
     recipe = opened.recipe
     notes = opened.notes
+    paired = opened.paired
     revision = (
         opened.curves.revision,
         len(opened.evaluations.lines),
         len(events),
         len(opened.run.problems),
         progress["state"],
+        paired,
     )
 
     def make() -> dict[str, Any]:
@@ -544,6 +573,7 @@ def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
             events,
             opened.index.weights,
             opened.settings,
+            paired,
         )
 
     record = opened.kept("overview", revision, make)

@@ -272,7 +272,7 @@ def test_trls_recipe_has_its_epochs_and_no_evaluation(tmp_path):
         ("recipe=trl", "save_strategy=epoch eval_strategy=epoch", 10, 10),
         ("recipe=trl", "save_strategy=no save_steps=7", -1, 0),
         ("recipe=trl", "save_strategy=steps save_steps=7", -1, 7),
-        ("recipe=trl", "save_strategy=best", -1, 500),
+        ("recipe=trl", "save_strategy=best", -1, 0),
         ("", "eval_strategy=epoch save_strategy=epoch", 9, 9),
         ("", "eval_strategy=epoch train.evaluate_every=4", 4, 10),
         ("", "eval_strategy=steps", 50, 10),
@@ -319,6 +319,107 @@ def test_a_number_of_steps_alone_evaluates_nothing_where_trl_decides():
         "as in TRL, whose default is no evaluation"
     )
     assert resolved_of(args=GRPOConfig(eval_steps=3))[0].train.evaluate_every == -1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "every", "is_first"),
+    [
+        ({"recipe": "trl", "eval_on_start": True}, 0, True),
+        (
+            {"recipe": "trl", "eval_on_start": True, "eval_strategy": "steps", "eval_steps": 5},
+            5,
+            True,
+        ),
+        ({"recipe": "trl", "eval_on_start": False}, -1, False),
+        ({"recipe": "trl", "eval_strategy": "steps"}, 10, False),  # TRL's eval_on_start is False
+        ({"eval_on_start": True}, -2, True),
+        ({"eval_on_start": False}, -2, False),
+    ],
+)
+def test_an_evaluation_before_the_first_step_is_made_where_it_is_asked_for(
+    keywords, every, is_first
+):
+    config, resolved = resolved_of(**keywords)
+    assert (config.train.evaluate_every, config.train.evaluate_first) == (every, is_first)
+    said = "\n".join(resolved.start_lines)
+    assert ("there is an evaluation after the last step too" in said) == (every == 0)
+    assert "both set" not in said
+
+
+def test_the_best_checkpoint_is_kept_where_it_is_asked_for():
+    config, resolved = resolved_of(save_strategy="best", eval_strategy="steps", eval_steps=5)
+    assert (config.checkpoint.every, config.checkpoint.keep_best) == (0, 1)
+    assert "each evaluated step is saved, and the best of them kept" in resolved.start_lines[-1]
+    with pytest.raises(shoal.ShoalError, match=r"checkpoint.keep_best=1 keeps the checkpoint with"):
+        resolved_of(load_best_model_at_end=True)
+
+
+def test_an_update_of_less_than_a_group_is_refused_in_trls_words():
+    keywords = {"per_device_train_batch_size": 4, "num_generations": 8}
+    with pytest.raises(shoal.ShoalError) as caught:
+        resolved_of(**keywords, steps_per_generation=4)
+    assert str(caught.value).startswith(
+        "per_device_train_batch_size=4 with num_generations=8: a step has 2 prompts and 4 updates, "
+        "each of whole groups here; raise per_device_train_batch_size to 8, or "
+        "gradient_accumulation_steps to 2"
+    )
+    config, _ = resolved_of(
+        **keywords, steps_per_generation=4, gradient_accumulation_steps=2, num_iterations=2
+    )
+    assert (config.algorithm.num_minibatches, config.algorithm.num_epochs) == (2, 2)
+
+
+def test_how_a_model_is_loaded_there_does_not_matter_here():
+    keywords = {
+        "attn_implementation": "flash_attention_2",
+        "device_map": "auto",
+        "dtype": "float32",
+    }
+    config, resolved = resolved_of(model_init_kwargs=keywords)
+    assert config.model.dtype == "float32"
+    assert len([line for line in resolved.start_lines if "changes nothing here" in line]) == 2
+    with pytest.raises(shoal.ShoalError, match=r"load_in_4bit=True is not .* model.quantise"):
+        resolved_of(model_init_kwargs={"load_in_4bit": True})
+    with pytest.raises(shoal.ShoalError, match=r"revision=abc: expected main; a model's own files"):
+        resolved_of(model_init_kwargs={"revision": "abc"})
+
+
+def test_what_is_computed_again_has_two_names():
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        assert resolved_of(**{name: True})[0].model.remat == "full"
+        assert resolved_of(**{name: False})[0].model.remat == "none"
+    assert resolved_of(project="mine")[0].report.trackio.project == "mine"
+
+
+@dataclass
+class FollowingConfig(GRPOConfig):
+    """GRPOConfig with fields that it sets from others."""
+
+    do_eval: bool = False
+    activation_checkpointing: bool | None = None
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = self.gradient_checkpointing
+        self.gradient_checkpointing = self.activation_checkpointing
+        self.do_eval = self.eval_strategy != "no"
+        if self.metric_for_best_model is not None:
+            self.greater_is_better = True
+
+
+def test_fields_that_follow_from_others_are_not_said_to_change_nothing():
+    given = FollowingConfig(
+        eval_strategy="steps", activation_checkpointing=False, metric_for_best_model="reward"
+    )
+    config, resolved = resolved_of(args=given)
+    assert config.model.remat == "none"
+    said = "\n".join(resolved.start_lines)
+    assert "metric_for_best_model=reward changes nothing here: the best evaluation is" in said
+    for name in ("do_eval", "greater_is_better", "gradient_checkpointing"):
+        assert name not in said
 
 
 def test_an_epoch_whose_rows_are_not_here_is_said():

@@ -430,7 +430,8 @@ def trl_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     generation_batch_size is the number of completions on all devices, in place of
     steps_per_generation. By default gradient_accumulation_steps is 1, and steps_per_generation
     equals it. With num_mini_batches, of PPOConfig, that is the number of updates. ShoalError if a
-    step is no whole number of groups and updates."""
+    step is no whole number of groups and updates, or if an update has less than a group, which TRL
+    allows."""
     given = _without_nothing(given)
     size = to_int("per_device_train_batch_size", given.get("per_device_train_batch_size", "8"))
     parts = to_int("gradient_accumulation_steps", given.get("gradient_accumulation_steps", "1"))
@@ -452,6 +453,16 @@ def trl_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         if whole:
             shown = f"generation_batch_size={whole}"
         raise ShoalError(f"{shown}: expected a multiple of num_generations={group}")
+    devices = 1 if whole else _trainer_devices(get)
+    prompts = total // group * (devices or updates)  # enough if the number of devices is open
+    if updates > prompts and "num_mini_batches" not in given:
+        advice = f"raise per_device_train_batch_size to {size * -(-updates // prompts)}"
+        if batches % prompts == 0:
+            advice += f", or gradient_accumulation_steps to {batches // prompts}"
+        raise ShoalError(
+            f"per_device_train_batch_size={size} with num_generations={group}: a step has "
+            f"{count(prompts, 'prompt')} and {updates} updates, each of whole groups here; {advice}"
+        )
     values, sentence = _micro_tokens(size, get)
     values["algorithm.num_minibatches"] = str(updates)
     if whole:
@@ -569,7 +580,8 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
             values |= value
             reasons.append(reason)
         elif strategy == "best":
-            reasons.append("checkpoint.keep_best keeps the checkpoints with the best evaluations")
+            values |= {key: "0", "checkpoint.keep_best": "1"}
+            reasons.append("each evaluated step is saved, and the best of them kept")
         elif steps_flag in given:
             values[key] = _steps_of(steps_flag, _whole_updates(steps_flag, given, get), 0, get)
             reasons.append(_counted_in_updates(get))
@@ -579,6 +591,18 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         else:
             reasons.append(f"{steps_flag} says after how many updates")
     return values, "; ".join(reason for reason in dict.fromkeys(reasons) if reason)
+
+
+def trl_first_evaluation(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts TRL's eval_on_start to train.evaluate_first. If it is on and there is no other
+    evaluation (train.evaluate_every=-1), that key becomes 0: before the first step and after the
+    last, which is nearest to the one evaluation that TRL makes."""
+    [(name, text)] = given.items()
+    values = {"train.evaluate_first": text}
+    if to_bool(name, text) and get("train.evaluate_every") == -1:
+        values["train.evaluate_every"] = "0"
+        return values, "there is an evaluation after the last step too"
+    return values, ""
 
 
 def _whole_updates(name: str, given: FlagTexts, get: GetValue) -> str:
@@ -1232,6 +1256,7 @@ RULES: tuple[Rule, ...] = (
     torchrl_steps,
     verl_rollout_steps,
     trl_counts,
+    trl_first_evaluation,
     trl_resume,
     trl_schedule,
     verl_warmup,

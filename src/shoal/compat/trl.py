@@ -422,6 +422,7 @@ FLAGS: list[Flag] = [
         adam_beta2="optimizer.beta2",
         adam_epsilon="optimizer.eps",
         output_dir="base_output_directory",
+        project="report.trackio.project",
         rollout_func="environment.rollout",
         environment_factory="environment.factory",
         dataset_config="task.subset",
@@ -470,7 +471,13 @@ FLAGS: list[Flag] = [
         )
     ],
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
-    Flag("eval_on_start", ("train.evaluate_first",), is_switch=True),
+    *derived(
+        rules.trl_first_evaluation,
+        "train.evaluate_first train.evaluate_every",
+        "with no other evaluation, by eval_strategy, there is one after the last step too",
+        "eval_on_start",
+        is_switch=True,
+    ),
     Flag("use_bias_correction_kl", ("algorithm.kl_weighted",), is_switch=True),
     *grouped(
         read_divergence,
@@ -593,8 +600,9 @@ FLAGS: list[Flag] = [
     ),
     *derived(
         rules.trl_counts,
-        "checkpoint.every",
-        "no: the last step only; epoch: after each epoch; steps: save_steps says how often",
+        "checkpoint.every checkpoint.keep_best",
+        "no: the last step only; epoch: after each epoch; steps: save_steps says how often; best: "
+        "the checkpoint with the best evaluation, and the last",
         "save_strategy",
     ),
     *derived(
@@ -673,13 +681,16 @@ FLAGS: list[Flag] = [
         "model_init_kwargs.torch_dtype",
         is_quiet=False,
     ),
-    reads(
-        "gradient_checkpointing",
-        "model.remat",
-        flags.REMAT,
-        "true: whole blocks are computed again",
-        is_switch=True,
-    ),
+    *[
+        reads(
+            name,
+            "model.remat",
+            flags.REMAT,
+            "true: whole blocks are computed again",
+            is_switch=True,
+        )
+        for name in ("activation_checkpointing", "gradient_checkpointing")
+    ],
     *derived(
         rules.trl_batch,
         "batch.prompts_per_device batch.micro_tokens",
@@ -845,17 +856,34 @@ FLAGS: list[Flag] = [
     *refused("an adapter is of whole products", "lora_target_parameters"),
     *refused(QUANTISED, "load_in_8bit", "load_in_4bit"),
     *refused("the model's shape and weights come from model.path", "model_init_kwargs"),
+    *idle(
+        "it has no effect on what is computed here",
+        """
+          model_init_kwargs.attn_implementation model_init_kwargs.device_map
+          model_init_kwargs.low_cpu_mem_usage model_init_kwargs.trust_remote_code
+          model_init_kwargs.use_cache
+          """,
+    ),
+    *refused(
+        QUANTISED,
+        "model_init_kwargs.load_in_8bit",
+        "model_init_kwargs.load_in_4bit",
+        "model_init_kwargs.quantization_config",
+    ),
     *only(
         "a model's own files are read; download another revision and give its folder",
         "main",
-        names="model_revision",
+        names="model_revision model_init_kwargs.revision",
     ),
     *refused("data are read whole", "dataset_streaming"),
     *refused(
-        "the checkpoint with the best evaluation is checkpoint.keep_best", "load_best_model_at_end"
+        "a run ends with its last weights; checkpoint.keep_best=1 keeps the checkpoint with the "
+        "best evaluation, which model= and from= take as RUN/checkpoints/STEP; leave it out",
+        "load_best_model_at_end",
     ),
     *refused(
-        "a run has one number of completions a prompt; pass@k is train.pass_k",
+        "an evaluation has one greedy answer to each question; train.pass_k samples several before "
+        "the first and after the last step; leave it out",
         "num_generations_eval",
     ),
     *only("rows are taken in a random order", "random", names="train_sampling_strategy"),
@@ -1003,7 +1031,7 @@ FLAGS: list[Flag] = [
         "disable_tqdm",
         "overwrite_output_dir",
         """
-          activation_checkpointing activation_checkpointing_kwargs
+          activation_checkpointing_kwargs
           activation_offloading torch_compile_backend torch_compile_mode liger_kernel_config
           use_cache cache_implementation torch_empty_cache_steps parallelism_config
           dataloader_drop_last dataloader_persistent_workers dataloader_multiprocessing_context
@@ -1021,7 +1049,7 @@ FLAGS: list[Flag] = [
         "logs and metrics are in the run folder; report.* sends them elsewhere",
         """
           log_level log_level_replica log_on_each_node logging_nan_inf_filter
-          include_num_input_tokens_seen project trackio_space_id trackio_bucket_id
+          include_num_input_tokens_seen trackio_space_id trackio_bucket_id
           trackio_static_space_id skip_memory_metrics log_multimodal log_unique_prompts
           log_completions_hub_repo
           """,
@@ -1033,10 +1061,16 @@ FLAGS: list[Flag] = [
     *idle(
         "an evaluation answers the questions of task.eval_split",
         """
-          eval_delay prediction_loss_only eval_do_concat_batches eval_use_gather_object
-          eval_accumulation_steps include_for_metrics batch_eval_metrics metric_for_best_model
-          greater_is_better label_names length_column_name
+          prediction_loss_only eval_do_concat_batches eval_use_gather_object
+          eval_accumulation_steps include_for_metrics batch_eval_metrics label_names
+          length_column_name
           """,
+    ),
+    *idle("the first interval between evaluations is as long as the others", "eval_delay"),
+    *idle(
+        "the best evaluation is that of the highest accuracy, without a judge of answers that of "
+        "the highest mean reward",
+        "metric_for_best_model greater_is_better",
     ),
     *idle(
         "a checkpoint holds all that a run resumes from",

@@ -107,7 +107,8 @@ def _fields_of_arguments(arguments: Any) -> dict[str, Any]:
     The class itself sets some fields from others; those are left out, because Shoal's rules compute
     the same from the others: `generation_batch_size`, which TRL always sets beside
     `steps_per_generation`, that one if it equals `gradient_accumulation_steps`, as it does by
-    default, and a `run_name` that is the output folder."""
+    default, a `run_name` that is the output folder, the older of two names of one field (RENAMED),
+    and what follows from another field (FOLLOWS)."""
     if isinstance(arguments, Mapping):
         return dict(arguments)
     if not _is_record(arguments):
@@ -126,7 +127,29 @@ def _fields_of_arguments(arguments: Any) -> dict[str, Any]:
         fields.pop("steps_per_generation", None)
     if fields.get("run_name") == getattr(arguments, "output_dir", None):
         fields.pop("run_name", None)
+    for new, old in RENAMED.items():
+        if new in fields:
+            fields.pop(old, None)
+    for name, cause in FOLLOWS.items():
+        if cause in fields:
+            fields.pop(name, None)
     return fields
+
+
+RENAMED = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+"""Newer name of a field of TrainingArguments -> its older one, which the class sets to the same."""
+
+FOLLOWS = {
+    "do_eval": "eval_strategy",
+    "greater_is_better": "metric_for_best_model",
+    "torch_compile_backend": "torch_compile",
+    "fsdp_config": "fsdp",
+}
+"""Field of TrainingArguments that changes nothing here -> the field from which the class sets
+it."""
 
 
 def _fields_of_adapter(adapter: Any) -> dict[str, Any]:

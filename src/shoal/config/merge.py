@@ -443,9 +443,9 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
     """Looks for two names in one layer that give one key different values, like `lr=1` and
     `optimizer.lr=2`. Returns (notes, errors): a note for two names on the command line, where the
     later one counts; an error for two names in a file, which has no order, unless a higher layer
-    sets the key (or, of two keys, one of them). Settings that yield are not compared. It is an
-    error also on the command line if one of the two is `steps` and the other a flag that counts
-    batches.
+    sets the key (or, of two keys, one of them). Settings that yield, and those that set nothing,
+    are not compared. It is an error also on the command line if one of the two is `steps` and the
+    other a flag that counts batches.
 
     PROMPT_KEYS count as one key. A file that sets more than half of all keys is a stored run's
     configuration and may have both, because the run then computed `batch.prompts_per_step` from the
@@ -456,7 +456,7 @@ def check_names(merged: Merged) -> tuple[list[str], list[str]]:
         latest: dict[str, Setting] = {}  # key -> its last setting so far in this layer
         is_stored_run = 2 * len(layer.typed) > len(keys_of(merged.config_type))
         for layer_of_setting, setting in merged.settings:
-            if layer_of_setting != layer_index or setting.yields:
+            if layer_of_setting != layer_index or setting.yields or setting.value is NO_VALUE:
                 continue
             key = setting.key
             # A typed 0 leaves its own key open, so it does not contradict the other of PROMPT_KEYS.

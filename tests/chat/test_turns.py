@@ -1055,6 +1055,7 @@ def of_another_type(a: Things):
 @pytest.mark.parametrize(("function", "why"), [
     (untyped, "argument a: write its type"), (undescribed, "'a: what it is' under Args"),
     (undocumented, "no docstring"), (of_another_type, "which JSON does not have"),
+    (max, "no signature found .* write a function around it"),
 ])  # fmt: skip
 def test_tools_without_types_or_docstring_are_refused(function, why):
     with pytest.raises(ShoalError, match=rf"Tool {function.__name__}.*{why}"):

@@ -422,6 +422,50 @@ def test_fields_that_follow_from_others_are_not_said_to_change_nothing():
         assert name not in said
 
 
+class Weights:
+    """Stands in for a model of transformers, which can be called."""
+
+    name_or_path = "org/model"
+
+    def save_pretrained(self, folder):
+        raise NotImplementedError
+
+    def __call__(self, **inputs):
+        raise NotImplementedError
+
+
+def test_a_model_that_is_an_object_is_asked_for_by_its_name():
+    read_from = r"this one was read from org/model"
+    with pytest.raises(shoal.ShoalError, match=f"^model=Weights: expected a folder .*{read_from}"):
+        resolved_of(model=Weights())
+    for rewards in (Weights(), [ones, Weights()]):
+        with pytest.raises(shoal.ShoalError, match=f"reward_funcs='model:PATH' .{read_from}"):
+            resolved_of(reward_funcs=rewards)
+    with pytest.raises(shoal.ShoalError, match=r"model=object: expected a folder or a hub id, .*"):
+        shoal.evaluate(model=object())
+    with pytest.raises(shoal.ShoalError, match=r"quantization_config=\[object\] is not supported"):
+        resolved_of(quantization_config=object())
+    assert resolved_of(model={"path": "tiny"}, quantization_config=None)[0].model.path == "tiny"
+
+
+def test_a_tracker_that_is_not_known_is_said():
+    _, resolved = resolved_of(report_to=["comet_ml"])
+    assert resolved.start_lines[-1] == (
+        "report_to=[comet_ml] changes nothing here: wandb, tensorboard, mlflow, trackio, all or "
+        "none; others change nothing"
+    )
+    assert resolved_of(top_k=-1)[0].sampling.top_k == 0
+
+
+def test_an_object_in_a_configuration_is_named_by_its_class():
+    @dataclass
+    class NestedConfig(GRPOConfig):
+        accelerator_config: Any = None
+
+    _, resolved = resolved_of(args=NestedConfig(accelerator_config=LoraConfig()))
+    assert "accelerator_config=LoraConfig changes nothing here" in "\n".join(resolved.start_lines)
+
+
 def test_an_epoch_whose_rows_are_not_here_is_said():
     config, resolved = compose("train", ["recipe=trl", "dataset_name=me/x", "eval_strategy=epoch"])
     assert config.train.evaluate_every == 0  # before the first step and after the last

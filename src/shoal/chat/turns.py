@@ -417,7 +417,13 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
         raise ShoalError(f"The type hints of tool {name} cannot be read: {error}.") from error
     properties: dict[str, Any] = {}
     required = []
-    for argument, parameter in inspect.signature(function).parameters.items():
+    try:
+        arguments = inspect.signature(function).parameters
+    except ValueError as error:  # of some functions that are written in C
+        raise ShoalError(
+            f"The arguments of tool {name} cannot be read: {error}; write a function around it."
+        ) from error
+    for argument, parameter in arguments.items():
         if argument in ("self", "cls") and argument not in hints:
             continue
         if argument not in hints or argument not in described:

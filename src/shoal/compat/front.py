@@ -438,10 +438,10 @@ class Draft:
             effect.flags = {name: "..." if is_secret else text}
             return
         values = self._read_alone(use)
-        has_meaning = flag.has_tail and not flag.is_quiet
-        effect = self.add_effect(
-            [use], flag.meaning if has_meaning else "", has_line=not flag.is_quiet
-        )
+        # Why a flag sets nothing is said also of a flag that is quiet.
+        has_line = not flag.is_quiet or not values
+        has_meaning = flag.has_tail and has_line
+        effect = self.add_effect([use], flag.meaning if has_meaning else "", has_line)
         for key, value in values.items():
             self._add_setting(effect, use, key, value)
 

@@ -34,7 +34,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.config.train import samples_for_pass_k
 from shoal.files import offline
 from shoal.records import ShoalError
-from shoal.runs.layout import LAST, is_run
+from shoal.runs.layout import LAST, is_run, last_run
 from shoal.stop import NotHere
 from shoal.tasks.custom import given_task
 from shoal.tasks.task import Task, load_by_name
@@ -789,8 +789,11 @@ def _num_short_rows(task: Task, get: GetValue) -> int | None:
         return None
     names = ("path", "name", "tokenizer", "template", "template_variables")
     settings = {name: get(f"model.{name}") for name in names}
-    model = ModelSection(**settings)
     try:
+        settings["path"] = (
+            last_run(settings["path"], get("base_output_directory")) or settings["path"]
+        )
+        model = ModelSection(**settings)
         with offline():
             tokenizer = open_model(model, None).tokenizer
     except (ShoalError, NotHere):  # the run says what is wrong with the model, or downloads it

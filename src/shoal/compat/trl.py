@@ -414,7 +414,6 @@ FLAGS: list[Flag] = [
         max_prompt_length="sampling.max_prompt_tokens",
         temperature="sampling.temperature",
         top_p="sampling.top_p",
-        top_k="sampling.top_k",
         entropy_coef="algorithm.entropy_coef",
         weight_decay="optimizer.weight_decay",
         max_grad_norm="optimizer.clip_grad_norm",
@@ -431,6 +430,7 @@ FLAGS: list[Flag] = [
         sapo_temperature_pos="algorithm.sapo_positive",
         sapo_temperature_neg="algorithm.sapo_negative",
     ),
+    reads("top_k", "sampling.top_k", flags.least_zero("sampling.top_k"), "-1 is 0: off"),
     reads(
         "save_total_limit",
         "checkpoint.keep_last",
@@ -854,7 +854,7 @@ FLAGS: list[Flag] = [
         "auto_find_batch_size",
     ),
     *refused("an adapter is of whole products", "lora_target_parameters"),
-    *refused(QUANTISED, "load_in_8bit", "load_in_4bit"),
+    *refused(QUANTISED, "load_in_8bit", "load_in_4bit", "quantization_config"),
     *refused("the model's shape and weights come from model.path", "model_init_kwargs"),
     *idle(
         "it has no effect on what is computed here",

@@ -4,6 +4,7 @@ arguments, by flags of TRL's table, whose values are texts. Neither TRL nor PEFT
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
@@ -14,7 +15,13 @@ from shoal.config.train import Config
 from shoal.records import ShoalError
 from shoal.text import shorten
 
-BY_CLASS = ("processing_class", "reward_processing_classes", "callbacks", "optimizers")
+BY_CLASS = (
+    "processing_class",
+    "reward_processing_classes",
+    "callbacks",
+    "optimizers",
+    "quantization_config",
+)
 """Keywords whose objects Shoal does not use: what is said of them names the objects' classes."""
 
 
@@ -26,8 +33,9 @@ def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> 
     Shoal does not use becomes the name of its class; it is left out if it is None. `config_type`:
     the configuration of the command; for another than training, fields of `args` that training
     alone has are left out. Raises ShoalError for an `args` or `peft_config` whose fields cannot be
-    read."""
+    read, and for a model that is an object of transformers, as `model` or among the rewards."""
     remaining = dict(keywords)
+    _check_models(remaining)
     arguments = remaining.pop("args", None)
     if arguments is not None:
         fields = {}
@@ -50,6 +58,33 @@ def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> 
         if classes:
             remaining[name] = classes
     return remaining
+
+
+def _check_models(keywords: Mapping[str, Any]) -> None:
+    """Raises ShoalError if a model is given as an object with weights, where its folder or its name
+    is needed: as `model`, or, because it can be called, among the reward functions."""
+    model = keywords.get("model")
+    if not (model is None or isinstance(model, str | os.PathLike | Mapping)):
+        raise ShoalError(
+            f"model={_class_name(model)}: expected a folder or a hub id, from which weights are "
+            f"read{_known_as(model)}; model.save_pretrained(FOLDER) writes a folder"
+        )
+    for name in ("reward", "reward_funcs"):
+        given = keywords.get(name)
+        rewards = given if isinstance(given, list | tuple) else [given]
+        for reward in rewards:
+            if hasattr(reward, "save_pretrained"):
+                raise ShoalError(
+                    f"{name}={_class_name(reward)}: expected functions; a reward model is given by "
+                    f"its folder or hub id, {name}='model:PATH'{_known_as(reward)}"
+                )
+
+
+def _known_as(model: Any) -> str:
+    """Returns, for an error, the folder or hub id that an object of transformers was read from; ""
+    if it does not say."""
+    name = getattr(model, "name_or_path", "")
+    return f" (this one was read from {name})" if name else ""
 
 
 SAY_THE_REST = ("config_name", "resume", "resume_from_checkpoint")
@@ -194,7 +229,8 @@ def _is_record(value: Any) -> bool:
 def _changed_fields(record: Any) -> Iterator[tuple[str, Any]]:
     """Yields (name, value) for the fields of a dataclass object that differ from their defaults. A
     default is what the class declares, and also what a new object has, because `__post_init__` may
-    set fields that were not given."""
+    set fields that were not given. A value that is such an object itself, like
+    `accelerator_config`, is yielded as the name of its class."""
     untouched = _untouched(record)
     for field in dataclasses.fields(record):
         if not field.init or field.name.startswith("_"):
@@ -208,7 +244,7 @@ def _changed_fields(record: Any) -> Iterator[tuple[str, Any]]:
         plain_defaults = [_plain(default) for default in defaults]
         # The types count too: 1 is not True.
         if not any(type(value) is type(one) and value == one for one in plain_defaults):
-            yield field.name, value
+            yield field.name, _class_name(value) if _is_record(value) else value
 
 
 DEVICE_FIELDS = ("bf16", "fp16", "use_cpu")

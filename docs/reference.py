@@ -183,7 +183,7 @@ DIFFERENCES: dict[str, Difference] = {
         "TRL",
         "several updates of one generation",
         "each has completions from any group",
-        "each has whole groups",
+        "each has whole groups, so a step has at least as many as updates",
     ),
     "trl max_staleness": Difference(
         "TRL",

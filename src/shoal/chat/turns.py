@@ -421,7 +421,7 @@ def schema(function: Callable[..., Any]) -> dict[str, Any]:
         arguments = inspect.signature(function).parameters
     except ValueError as error:  # of some functions that are written in C
         raise ShoalError(
-            f"The arguments of tool {name} cannot be read: {error}; write a function around it."
+            f"Tool {name}: its arguments cannot be read ({error}); write a function around it."
         ) from error
     for argument, parameter in arguments.items():
         if argument in ("self", "cls") and argument not in hints:

@@ -689,7 +689,7 @@ FLAGS: list[Flag] = [
             "true: whole blocks are computed again",
             is_switch=True,
         )
-        for name in ("activation_checkpointing", "gradient_checkpointing")
+        for name in ("gradient_checkpointing", "activation_checkpointing")
     ],
     *derived(
         rules.trl_batch,

@@ -198,15 +198,15 @@ def last_run(name: str, base: str | os.PathLike[str] = "outputs") -> str:
     >>> last_run("last"), last_run("elsewhere/last"), last_run("outputs/first")
     ('outputs/first', 'elsewhere/2026-07-30/19-29-57', '')
     """
-    folder, _, end = name.rpartition("/")
-    if end != LAST or (not is_bucket(name) and Path(name).is_dir()):
+    is_path = not is_bucket(name)
+    if name.rpartition("/")[2] != LAST or (is_path and Path(name).is_dir()):
         return ""
-    if name == LAST:
-        folder = os.fspath(base)
-    if is_bucket(folder):
-        pointer = fetch(f"{folder}/{LAST}", "base_output_directory")
+    pointer_name = f"{os.fspath(base)}/{LAST}" if name == LAST else name
+    folder = pointer_name.removesuffix(f"/{LAST}")
+    if is_bucket(pointer_name):
+        pointer = fetch(pointer_name, "base_output_directory")
     else:
-        pointer = check_local(folder, "base_output_directory") / LAST
+        pointer = check_local(pointer_name, "base_output_directory")
     if not pointer.is_file():
         if name != LAST:
             return ""

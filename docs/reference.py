@@ -185,6 +185,12 @@ DIFFERENCES: dict[str, Difference] = {
         "each has completions from any group",
         "each has whole groups, so a step has at least as many as updates",
     ),
+    "trl greedy evaluation": Difference(
+        "TRL",
+        "an evaluation without `num_generations_eval`",
+        "samples `num_generations` answers to each prompt",
+        "has one greedy answer to each question",
+    ),
     "trl max_staleness": Difference(
         "TRL",
         "`max_staleness`",

@@ -315,6 +315,7 @@ NOT_SHOWN = {
     "verl long prompts",
     "verl best@k",
     "trl minibatches",
+    "trl greedy evaluation",
     "trl max_staleness",
     "trl weights in flight",
     "verl staleness_threshold",

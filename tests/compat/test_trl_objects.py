@@ -346,6 +346,17 @@ def test_an_evaluation_before_the_first_step_is_made_where_it_is_asked_for(
     assert "both set" not in said
 
 
+def test_evaluations_are_sampled_where_their_number_of_answers_is_given():
+    keywords = {"num_generations_eval": 4, "temperature": 0.7, "top_k": -1, "min_p": 0.1}
+    config, resolved = resolved_of(**keywords, eval_strategy="steps")
+    answers = config.evaluation
+    assert (answers.samples, answers.temperature, answers.top_k) == (4, 0.7, 0)
+    assert (answers.top_p, answers.min_p) == (1.0, 0.1)
+    [line] = [line for line in resolved.start_lines if "num_generations_eval=4 became" in line]
+    assert line.endswith(": sampled as in training, not greedily")
+    assert resolved_of(recipe="trl", num_generations_eval=None)[0].evaluation.is_greedy
+
+
 def test_the_best_checkpoint_is_kept_where_it_is_asked_for():
     config, resolved = resolved_of(save_strategy="best", eval_strategy="steps", eval_steps=5)
     assert (config.checkpoint.every, config.checkpoint.keep_best) == (0, 1)

@@ -593,6 +593,16 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     return values, "; ".join(reason for reason in dict.fromkeys(reasons) if reason)
 
 
+def trl_evaluation_samples(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts TRL's num_generations_eval to evaluation.samples. As there, these answers are
+    sampled like those of training: evaluation.* has the values of sampling.*."""
+    [(name, text)] = given.items()
+    values = {"evaluation.samples": str(to_int(name, text))}
+    for key in ("temperature", "top_k", "top_p", "min_p"):
+        values[f"evaluation.{key}"] = str(get(f"sampling.{key}"))
+    return values, "sampled as in training, not greedily"
+
+
 def trl_first_evaluation(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts TRL's eval_on_start to train.evaluate_first. If it is on and there is no other
     evaluation (train.evaluate_every=-1), that key becomes 0: before the first step and after the
@@ -1260,6 +1270,7 @@ RULES: tuple[Rule, ...] = (
     verl_rollout_steps,
     trl_counts,
     trl_first_evaluation,
+    trl_evaluation_samples,
     trl_resume,
     trl_schedule,
     verl_warmup,

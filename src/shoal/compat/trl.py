@@ -472,6 +472,13 @@ FLAGS: list[Flag] = [
     ],
     Flag("mask_truncated_completions", ("algorithm.mask_truncated",), is_switch=True),
     *derived(
+        rules.trl_evaluation_samples,
+        "evaluation.samples evaluation.temperature evaluation.top_k evaluation.top_p "
+        "evaluation.min_p",
+        "answers to each question of an evaluation, sampled as in training",
+        "num_generations_eval",
+    ),
+    *derived(
         rules.trl_first_evaluation,
         "train.evaluate_first train.evaluate_every",
         "with no other evaluation, by eval_strategy, there is one after the last step too",
@@ -880,11 +887,6 @@ FLAGS: list[Flag] = [
         "a run ends with its last weights; checkpoint.keep_best=1 keeps the checkpoint with the "
         "best evaluation, which model= and from= take as RUN/checkpoints/STEP; leave it out",
         "load_best_model_at_end",
-    ),
-    *refused(
-        "an evaluation has one greedy answer to each question; train.pass_k samples several before "
-        "the first and after the last step; leave it out",
-        "num_generations_eval",
     ),
     *only("rows are taken in a random order", "random", names="train_sampling_strategy"),
     *refused("an evaluation is `shoal eval`", "do_predict"),

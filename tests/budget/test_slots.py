@@ -166,8 +166,13 @@ def test_the_shapes_of_engines_are_known_without_them(num_kv_heads):
     cache: Any = states["training"].caches[0]
     parts = model.key_parts
     assert parts == 3 - num_kv_heads
-    prompt, own = (x.shape[-2] * parts for x in (cache.prefix_k, cache.own_k))
-    rows, siblings = cache.own_k.shape[0] // 4, cache.own_k.shape[1]
+    num_rows, siblings = cache.of_slots[0].shape[:2]
+    rows = num_rows // 4
+    prompt = cache.prefix_v.shape[-2] * parts
+    if parts > 1:
+        own = cache.own_v.shape[-2] * parts
+    else:  # one device has all positions of a head: a CPU has them in chunks
+        own = sum(chunk.shape[-2] for chunk in cache.own_v)
     # of two devices
     token = TOKEN * num_kv_heads // PLAINEST.num_kv_heads // 2
     assert bytes_per_device(states["training"].caches) == rows * (prompt + siblings * own) * token

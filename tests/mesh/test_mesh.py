@@ -428,8 +428,9 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
     assert len(played) == 18
     cache = engine._state.caches[0]  # type: ignore[union-attr]
     tensor = where.sampler.mesh.shape["tensor"]
-    assert cache.own_k.shape[-3] == max(SMALL.num_kv_heads, tensor)
-    assert share(cache.own_k) == 1 / where.sampler.row_shards / tensor
+    for array in cache.of_slots:
+        assert array.shape[-3] == max(SMALL.num_kv_heads, tensor)
+        assert share(array) == 1 / where.sampler.row_shards / tensor
     groups = []
     for row, ids in enumerate(prompts):
         groups.append(

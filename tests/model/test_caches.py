@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from shoal.model.attention.caches import (
     NO_PAGE,
     PAGE,
     Cache,
+    ChunkedCache,
     ContextSlots,
     KeyCache,
     NoCache,
@@ -42,8 +44,17 @@ def keys(size: int) -> dict[str, Any]:
     return {"prefix_k": of_row, "prefix_v": of_row, "own_k": of_slot, "own_v": of_slot}
 
 
+def chunks(size: int, number: int) -> ChunkedCache:
+    """As `keys`, with completions in so many chunks of `size` positions."""
+    of_row = zeros(ROWS, 1, 8, 2)
+    own_k = [zeros(ROWS, SIBLINGS, 1, 2, size) for _ in range(number)]
+    own_v = [zeros(ROWS, SIBLINGS, 1, size, 2) for _ in range(number)]
+    return ChunkedCache(of_row, of_row, tuple(own_k), tuple(own_v))
+
+
 CACHES: dict[str, Cache] = {
     "all keys": KeyCache(**keys(24)),
+    "chunks": chunks(8, 3),
     "a ring": RingCache(**keys(16)),
     "pages": PagedCache(zeros(ROWS, 1, 8, 4), zeros(6, 1, PAGE, 4)),
     "states": StateCache(
@@ -54,7 +65,7 @@ CACHES: dict[str, Cache] = {
     ),
     "none": NoCache(),
 }
-WITH_KEYS = ["all keys", "a ring", "pages"]
+WITH_KEYS = ["all keys", "chunks", "a ring", "pages"]
 
 
 def token(position: Any) -> jnp.ndarray:
@@ -100,9 +111,9 @@ def read(cache: Any, prefix_len: Any, position: Any, window: int) -> list[list[f
     prompt, own = read_keys(cache, jnp.asarray(prefix_len), jnp.asarray(position), window)
     for row, slot in np.ndindex(*np.shape(position)):
         of_token = []
-        for some in (prompt, own):
+        for some in (prompt, *own):
             mask = np.asarray(some.mask)[row, min(slot, some.mask.shape[1] - 1)]
-            k = np.asarray(some.k)[row]
+            k = np.asarray(some.k.swapaxes(-2, -1) if some.is_chunk else some.k)[row]
             k = k[slot] if k.ndim == 4 else k  # each slot's own
             of_token += k[0, mask, 0].tolist()
         found.append(sorted(of_token))
@@ -193,5 +204,9 @@ def test_of_a_saved_row_only_keys_that_were_written_are_kept(parts):
     used = row.used_part(num_prompt=5, num_own=7)
     assert used.prefix_k.shape[1] == used.prefix_v.shape[1] == -(-5 // parts)
     assert used.own_k.shape[2] == used.own_v.shape[2] == -(-7 // parts)
+    in_chunks = chunks(4, 3).read_rows(jnp.array([0]), None)
+    used_row = jax.tree.map(lambda array: array[0], in_chunks).used_part(5, 7)
+    assert [chunk.shape[-1] for chunk in used_row.own_k] == [4, 3, 0]
+    assert [chunk.shape[-2] for chunk in used_row.own_v] == [4, 3, 0]
     paged = PagedCache(zeros(1, 8, 4), zeros(2, 3, 1, PAGE, 4))
     assert paged.used_part(5, PAGE + 1).own_kv.shape == (2, 2, 1, PAGE, 4)

@@ -82,7 +82,7 @@ def by_softmax(inputs: Inputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     )
     prompt = Keys(prefix_k, prefix_v, jnp.arange(128) < PREFIX_LEN[:, None, None])
     own = Keys(own_k, own_v, jnp.arange(128) <= POSITION[..., None])
-    out = online_softmax(q[:, :, None], prompt, own, jnp.int32(128), jnp.int32(128), (64, 64))
+    out = online_softmax(q[:, :, None], prompt, [own], jnp.int32(128), jnp.int32(128), (64, 64))
     return out[:, :, 0], own_k, own_v
 
 
@@ -119,7 +119,7 @@ def test_each_slot_may_read_other_keys_of_its_rows_prompt():
     own_mask = (number <= POSITION[..., None]) & (PREFIX_LEN[:, None, None] + number >= first)
     prompt = Keys(prefix_k, prefix_v, jnp.asarray(prompt_mask))
     own = Keys(own_k, own_v, jnp.asarray(own_mask))
-    out = online_softmax(q[:, :, None], prompt, own, jnp.int32(128), jnp.int32(128), (64, 64))
+    out = online_softmax(q[:, :, None], prompt, [own], jnp.int32(128), jnp.int32(128), (64, 64))
     for row, slot in np.ndindex(3, 2):
         mask = jnp.asarray(np.concatenate([prompt_mask[row, slot], own_mask[row, slot]]))
         k = jnp.concatenate([prefix_k[row], own_k[row, slot]], 1).swapaxes(0, 1)
@@ -147,7 +147,7 @@ def test_caps_and_sinks_over_caches_are_those_of_float64(cap, has_sinks):
 
     for devices, merge in ((1, None), (2, twice)):
         count = jnp.int32(128)
-        inputs = q[:, :, None], prompt, own, count, count, (64, 64), merge
+        inputs = q[:, :, None], prompt, [own], count, count, (64, 64), merge
         of_heads = jnp.asarray(sinks, jnp.float32) if has_sinks else None
         out = online_softmax(*inputs, Scoring(cap), of_heads)
         for row, slot, head in np.ndindex(3, 2, 4):
@@ -242,9 +242,9 @@ def by_softmax_of_pages(inputs: Paged) -> jax.Array:
         jnp.arange(prompts.shape[2]) < prefix_len[:, None, None],
     )
     mine = Keys(own[..., :width], own[..., width:], jnp.arange(own.shape[3]) < length[..., None])
-    return online_softmax(q[:, :, None], prompt, mine, jnp.int32(256), jnp.int32(384), (256, 384))[
-        :, :, 0
-    ]
+    return online_softmax(
+        q[:, :, None], prompt, [mine], jnp.int32(256), jnp.int32(384), (256, 384)
+    )[:, :, 0]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_more_rollouts_than_places(base, monkeypatch):
         "take",
         lambda positions: [
             kept.extend(
-                engine.parked._saved[part].caches[0].own_k.shape[2] for part, _ in positions
+                engine.parked._saved[part].caches[0].own_v[0].shape[2] for part, _ in positions
             ),
             take(positions),
         ][1],

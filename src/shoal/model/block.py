@@ -51,7 +51,7 @@ class Attention(Protocol):
         | packed rows | None | None |
         | prompts | None | `PromptKeys` |
         | a piece of prompts | `PieceKeys` | `PieceKeys` |
-        | one token in each slot | `KeyCache`, `RingCache`, `PagedCache` | the same, with its key |
+        | one token in each slot | a `Cache` of keys | the same, with its key |
         | context | `KeyCache`, `RingCache` | `KeyCache`, `ExtendedRing` |
 
         For a layer that reads another layer's keys k, v and cache are what that one has left

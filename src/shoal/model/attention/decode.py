@@ -4,14 +4,14 @@
     PieceAttention      of a piece of long prompts, after the pieces before it: prefill
     ContextAttention    of tokens of context after completions
 
-`online_softmax` is the form without a kernel: one softmax over two sets of keys, the prompt's and
-the completion's own, gathered over fixed blocks of keys in order. So a row's result does not
-depend, to the bit, on how far the caches are padded or on what else is in the batch.
+`online_softmax` is the form without a kernel: one softmax over the prompt's keys and the
+completion's own, gathered over fixed blocks of keys in order. So a row's result does not depend, to
+the bit, on how far the caches are padded or on what else is in the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from shoal.model.architecture import Layer
 from shoal.model.attention import softmax
 from shoal.model.attention.caches import (
+    ChunkedCache,
     ExtendedRing,
     KeyCache,
     PagedCache,
@@ -53,18 +54,24 @@ class Keys(NamedTuple):
     k: jax.Array  # [R, K, T, A] if all slots of a row share them, else [R, S, K, T, A]
     v: jax.Array  # as k
     mask: jax.Array  # bool[R, S, T], or bool[R, 1, T] if all slots of a row read the same keys
+    is_chunk: bool = False  # a chunk of a `ChunkedCache`, read as a whole: k is [.., K, A, T]
+
+    @property
+    def size(self) -> int:
+        """T, the number of keys."""
+        return self.v.shape[-2]
 
 
 def read_keys(
-    cache: SlotKeys | ExtendedRing,
+    cache: SlotKeys | ChunkedCache | ExtendedRing,
     prefix_len: jax.Array,
     position: jax.Array,
     window: int,
     part: jax.Array | None = None,
-) -> tuple[Keys, Keys]:
-    """Returns the keys of prompts and those of completions in a cache, for the tokens at
-    position[R, S] of completions after prompts of prefix_len[R] tokens. `window` is that of the
-    layer, `part` as in `SlotKeys.own_index`."""
+) -> tuple[Keys, list[Keys]]:
+    """Returns the keys of prompts and those of completions in a cache, the latter chunk by chunk if
+    it has chunks, for the tokens at position[R, S] of completions after prompts of prefix_len[R]
+    tokens. `window` is that of the layer, `part` as in `SlotKeys.own_index`."""
     prompt_mask, own_mask = cache_masks(
         prefix_len,
         position,
@@ -73,7 +80,13 @@ def read_keys(
         window,
     )
     prompt = Keys(cache.prefix_k, cache.prefix_v, prompt_mask)
-    return prompt, Keys(cache.own_k, cache.own_v, own_mask)
+    if not isinstance(cache, ChunkedCache):
+        return prompt, [Keys(cache.own_k, cache.own_v, own_mask)]
+    masks = jnp.split(own_mask, len(cache.own_k), axis=-1)
+    chunks = []
+    for k, v, mask in zip(cache.own_k, cache.own_v, masks, strict=True):
+        chunks.append(Keys(k, v, mask, is_chunk=True))
+    return prompt, chunks
 
 
 Merge = Callable[[RunningSoftmax], RunningSoftmax]
@@ -83,7 +96,7 @@ Merge = Callable[[RunningSoftmax], RunningSoftmax]
 def online_softmax(
     q: jax.Array,
     prefix: Keys,
-    own: Keys,
+    own: Sequence[Keys],
     num_prefix: jax.Array,
     num_own: jax.Array,
     blocks: tuple[int, int],
@@ -94,7 +107,8 @@ def online_softmax(
 ) -> jax.Array:
     """Computes attention of one token in each slot, q[R, S, 1, H, A] -> the same shape, as an
     online softmax over fixed blocks of keys: first those of the row's prompt (`prefix`), then the
-    slot's `own`. If several tokens of a sequence are computed at once, each is a slot here.
+    slot's `own`, which are `Keys` that follow each other. If several tokens of a sequence are
+    computed at once, each is a slot here.
 
     Only the first `num_prefix` and the first `num_own` keys (int32 scalars) are read, or all if
     there are fewer, rounded up to blocks, and of the former none before `first_prefix`, rounded
@@ -108,7 +122,7 @@ def online_softmax(
     added once, after it.
     """
     prefix_block, own_block = blocks
-    q = by_key_head(q, own.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
+    q = by_key_head(q, prefix.k.shape[-3])[:, :, 0]  # [R, S, K, g, A]
     rows, slots, key_heads, group_size, head_dim = q.shape
     # The slots of a row are the queries of one product with the prompt's keys and values.
     of_row = jax.lax.collapse(q.swapaxes(1, 2), 2, 4)  # [R, K, S * g, A]
@@ -128,8 +142,16 @@ def online_softmax(
         return by_query.swapaxes(1, 2)
 
     running = RunningSoftmax(by_slot(running.top), by_slot(running.total), by_slot(running.out))
-    own = own._replace(mask=own.mask[:, :, None, None])
-    running = _add_keys(running, q, own, num_own, own_block, scoring.cap)
+    first = 0
+    for keys in own:
+        keys = keys._replace(mask=keys.mask[:, :, None, None])
+        add = partial(_add_keys, q=q, keys=keys, most=own_block, cap=scoring.cap)
+        if first == 0:
+            running = add(running, num_keys=num_own)
+        else:
+            add_next = partial(add, num_keys=num_own - first)
+            running = jax.lax.cond(num_own > first, add_next, lambda running: running, running)
+        first += keys.size
     if merge is not None:
         running = merge(running)
     if sinks is not None:
@@ -149,15 +171,17 @@ def _add_keys(
     first_key: jax.Array | int = 0,
 ) -> RunningSoftmax:
     """Adds the first `num_keys` of keys[..., K, T, A] to the softmax of queries q[..., K, M, A], in
-    blocks of at most `most` keys; blocks that end before `first_key` are left out. The keys' mask
+    blocks of at most `most` keys; blocks that end before `first_key` are left out. A chunk of a
+    `ChunkedCache` is one block. The keys' mask
     has a shape that broadcasts against the scores [..., K, M, T], which have the soft cap `cap` (0:
     none). Returns the new state."""
-    count = keys.k.shape[-2]
-    size = largest_block(count, most)
+    count = keys.size
+    size = count if keys.is_chunk else largest_block(count, most)
+    product = "...ma,...at->...mt" if keys.is_chunk else "...ma,...ta->...mt"
 
     def add(k: jax.Array, v: jax.Array, mask: jax.Array, running: RunningSoftmax) -> RunningSoftmax:
         """Adds one block of keys."""
-        scores = capped(einsum32("...ma,...ta->...mt", q, k), cap)
+        scores = capped(einsum32(product, q, k), cap)
         scores = masked(scores, mask)
 
         def weigh_values(weights: jax.Array) -> jax.Array:
@@ -218,7 +242,7 @@ class SlotAttention:
         q: jax.Array,
         k: jax.Array | None,
         v: jax.Array | None,
-        cache: SlotKeys | PagedCache,
+        cache: SlotKeys | ChunkedCache | PagedCache,
         *,
         sinks: jax.Array | None = None,
         rope: Any = None,
@@ -326,14 +350,14 @@ def _attend_keys(
     q: jax.Array,
     k: jax.Array | None,
     v: jax.Array | None,
-    cache: SlotKeys,
+    cache: SlotKeys | ChunkedCache,
     slots: SlotTokens,
     sinks: jax.Array | None,
     rope: Any,
     *,
     part: jax.Array | None = None,
     merge: Merge | None = None,
-) -> tuple[jax.Array, SlotKeys]:
+) -> tuple[jax.Array, SlotKeys | ChunkedCache]:
     """Writes the key and value of each slot's token into a cache, if they are not None, and attends
     to the cache's keys without a kernel. Returns (out, new cache). If a key head's positions are
     split (`KeyCache.parts`), `part` says which of them this device has, and `merge` joins the sums
@@ -356,12 +380,10 @@ def _attend_keys(
     return out[:, :, 0], cache
 
 
-def _block_sizes(model: Model, prompt: Keys, own: Keys) -> tuple[int, int]:
+def _block_sizes(model: Model, prompt: Keys, own: Sequence[Keys]) -> tuple[int, int]:
     """Returns the most keys of a block in decoding, of a prompt and of a completion."""
     platform = model.role.platform
-    prompt_size = prompt.k.shape[-2]
-    own_size = own.k.shape[-2]
-    return keys_at_once(platform, prompt_size), keys_at_once(platform, own_size)
+    return keys_at_once(platform, prompt.size), keys_at_once(platform, own[0].size)
 
 
 def _attend_part(
@@ -375,7 +397,7 @@ def _attend_part(
     sinks: jax.Array | None,
     rope: Any,
     part: jax.Array,
-) -> tuple[jax.Array, SlotKeys]:
+) -> tuple[jax.Array, SlotKeys | ChunkedCache]:
     """Writes each slot's key and value and attends, if a key head's positions are split over
     several devices. Returns (out, new cache): this device computes all queries of the head against
     its part of the keys, exchanges the sums with the others, and returns the output of its own
@@ -526,10 +548,11 @@ class ContextAttention:
         prompt, own = read_keys(keys, self.prefix_len, position, scoring.window)
         # A completion is a row, and its C tokens are the slots, which share one set of own keys:
         # [M, 1, K, T, A]. Queries are [M, C, 1, H, A].
-        own = own._replace(k=own.k[:, None], v=own.v[:, None])
+        [own_keys] = own
+        own = [own_keys._replace(k=own_keys.k[:, None], v=own_keys.v[:, None])]
         num_own = position.max() + 1
         if isinstance(keys, ExtendedRing):  # the new keys stand behind a ring that may have room
-            num_own = jnp.int32(own.k.shape[-2])
+            num_own = jnp.int32(own_keys.size)
         out = online_softmax(
             q[:, :, None],
             prompt,

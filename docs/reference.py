@@ -37,6 +37,11 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
         "mean of a number that a reward function stored with each answer: by log_extra, or in "
         "verl's dict beside `score`",
     ),
+    "accuracy/{source}": (
+        "share",
+        "that of the questions of one data set, if the column `data_source` names several; so too "
+        "`mean_reward/{source}` and `rewards/logged/{name}/{source}`",
+    ),
     "best_reward": (
         "reward",
         "mean of the highest reward of each question; without verdicts, with evaluation.samples "
@@ -147,7 +152,7 @@ _EVALUATION_HEAD = """
 
 Each evaluation of a data set writes a line to `evaluations.jsonl`: `step` is the version of the
 weights, `name` the data set. TensorBoard and the services get the numbers as
-`evaluate/<name>/<figure>`. verl calls `accuracy` `val-core/<name>/acc/mean@n`, with n of
+`evaluate/<name>/<figure>`. verl calls `accuracy/<source>` `val-core/<source>/acc/mean@n`, with n of
 `evaluation.samples`, `pass@k` `best@k/mean`, `maj@k` `maj@k/mean`, and `best_reward`
 `reward/best@n/mean`.
 """

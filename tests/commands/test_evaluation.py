@@ -236,6 +236,24 @@ def test_numbers_that_rewards_store_with_answers_have_means():
     assert "rewards/logged/read" not in figures  # not all of it are numbers
 
 
+def test_each_data_source_has_figures_of_its_own():
+    def of_source(source: str, texts: str, row: int, acc: float) -> Group:
+        example = Example(row, "?", {"answer": "a", "data_source": source})
+        return replace(group(texts, "a", row), example=example, extra={"acc": [acc]})
+
+    groups = [of_source("me/sums", "a", 0, 1.0), of_source("me/sums", "b", 1, 0.5)]
+    assert "accuracy/me/sums" not in score_answers(groups, task())  # it would say the same again
+    groups.append(of_source("other sums", "a", 2, 0.0))
+    figures = score_answers(groups, task())
+    assert figures["accuracy"] == 2 / 3 and figures["accuracy/me/sums"] == 0.5
+    assert figures["accuracy/other_sums"] == 1.0
+    assert figures["mean_reward/me/sums"] == 1.75
+    assert figures["rewards/logged/acc/me/sums"] == 0.75
+    assert "accuracy/me/sums 50.0%" in evaluation_text(figures)
+    figures = score_answers([replace(one, correct=None) for one in groups], task())
+    assert "accuracy/me/sums" not in figures and figures["mean_reward/other_sums"] == 3.0
+
+
 def test_means_over_several_answers_by_hand():
     groups = [group("abba", "a"), group("bbbb", "a", row=1)]
     verdict = lambda text, example: {"correct": text == "a"}  # noqa: E731

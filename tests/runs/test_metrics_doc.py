@@ -107,6 +107,14 @@ def test_every_figure_of_an_evaluation_stands_on_the_page():
     for name in figures:
         general = name.replace("exact", "{function}").replace("@2", "@{k}")
         names.add(general.replace("logged/acc", "logged/{name}"))
+    of_sources = []
+    for source in ("one", "another"):
+        example = replace(group.example, columns={"data_source": source})
+        of_sources.append(replace(group, example=example))
+    added = score_answers(of_sources, task).keys() - figures.keys()
+    # the row of the accuracy names the other two
+    assert {"accuracy/one", "mean_reward/one", "rewards/logged/acc/one"} < added
+    names.add("accuracy/{source}")
     assert names == set(reference.EVALUATION)
 
 

@@ -378,7 +378,7 @@ FLAGS: list[Flag] = [
         "data.val_files",
         "task.eval_split",
         verl_readers.read_val_files,
-        "the files by their paths",
+        "the files by their paths; figures of each data_source are accuracy/<source>, ...",
     ),
     *grouped(
         verl_readers.read_columns,

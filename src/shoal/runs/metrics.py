@@ -243,18 +243,24 @@ def is_clock(name: str) -> bool:
 
 
 def logged_name(name: object) -> str:
-    """Returns the name of the metric for a name that a reward function gave to `log_metric`. Each
-    character that is not an ASCII letter or digit, or one of `_ . - / @`, becomes `_`; slashes at
-    both ends are removed; all after 200 characters is cut off; an empty name becomes `unnamed`.
+    """Returns the name of the metric for a name that a reward function gave to `log_metric`: its
+    characters as in `name_part`.
 
     >>> logged_name("length (tokens)")
     'rewards/logged/length__tokens_'
     """
+    return f"rewards/logged/{name_part(name)}"
+
+
+def name_part(text: object) -> str:
+    """Returns a text as a part of a metric's name. Each character that is not an ASCII letter or
+    digit, or one of `_ . - / @`, becomes `_`; slashes at both ends are removed; all after 200
+    characters is cut off; an empty text becomes `unnamed`."""
     kept = ""
-    for character in str(name)[:200]:
+    for character in str(text)[:200]:
         is_kept = character.isascii() and (character.isalnum() or character in "_.-/@")
         kept += character if is_kept else "_"
-    return f"rewards/logged/{kept.strip('/') or 'unnamed'}"
+    return kept.strip("/") or "unnamed"
 
 
 @lru_cache(4096)

@@ -16,6 +16,7 @@ from shoal.runs.metrics import (
     known_mean,
     logged_name,
     majority_at_k,
+    name_part,
     pass_at_k,
     standard_error,
     wilson_interval,
@@ -175,7 +176,9 @@ def score_answers(groups: Sequence[Group], task: Task, protocol: str = "greedy")
     functions), `mean_length` in sampled tokens, and `truncated` (the share of answers that reached
     the limit). If questions have several answers, pass@k and maj@k of them follow, with their
     errors (`_figures_of_samples`), or without verdicts `best_reward`, the mean of the highest
-    reward of each question. Without groups there are only `num_questions`, 0, and `protocol`.
+    reward of each question. If the questions have several values in the column `data_source`, the
+    figures of each stand behind (`_figures_by_source`). Without groups there are only
+    `num_questions`, 0, and `protocol`.
 
     `groups`: a group for each question, all of one size. `protocol`: a text that says how the
     answers were sampled."""
@@ -218,6 +221,29 @@ def score_answers(groups: Sequence[Group], task: Task, protocol: str = "greedy")
     elif size > 1:
         highest = [float(np.fmax.reduce(group.rewards)) for group in groups]  # NaN if none is known
         figures["best_reward"] = known_mean(highest)
+    return figures | _figures_by_source(groups)
+
+
+def _figures_by_source(groups: Sequence[Group]) -> dict[str, float | None]:
+    """Returns the accuracy, if the answers have verdicts, the mean reward and the means of logged
+    numbers of the questions of each data set that the column `data_source` names, such as
+    `accuracy/<source>` and `mean_reward/<source>`. {} if they name fewer than two."""
+    by_source: dict[str, list[Group]] = {}
+    for group in groups:
+        source = group.example.columns.get("data_source")
+        if source:
+            by_source.setdefault(name_part(source), []).append(group)
+    if len(by_source) < 2:
+        return {}
+    figures: dict[str, float | None] = {}
+    for source, of_source in by_source.items():
+        solved = _solved(of_source)
+        if solved is not None:
+            figures[f"accuracy/{source}"] = float(solved.mean())
+        rewards = np.concatenate([group.rewards for group in of_source])
+        figures[f"mean_reward/{source}"] = known_mean(rewards)
+        for name, mean in _means_of_logged_numbers(of_source).items():
+            figures[f"{name}/{source}"] = mean
     return figures
 
 

@@ -628,7 +628,7 @@ def test_resume_off_says_that_a_run_name_goes_on():
 def test_vllm_on_the_trainers_devices_is_the_model_itself():
     _, resolved = resolved_of(use_vllm=True, vllm_mode="colocate")
     assert resolved.start_lines[1:] == [
-        "use_vllm=True, vllm_mode=colocate changes nothing here: with vllm_mode=server the sampler "
+        "use_vllm=True, vllm_mode=colocate change nothing here: with vllm_mode=server the sampler "
         "is `vllm serve`, with the calls that load weights; else the model itself, on the "
         "trainer's devices"
     ]

@@ -259,6 +259,65 @@ def test_what_cannot_matter_is_accepted(words):
     assert config.batch.prompts_per_step == 1024 and config.reward.overlong_buffer_tokens == 0
 
 
+MODEL = "actor_rollout_ref.model."
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        (MODEL + "override_config.attention_dropout=0.", "no model has dropout here"),
+        (MODEL + "override_config.attn_implementation=sdpa", "model.attention chooses"),
+        (MODEL + "exclude_modules=.*visual.*", "model.lora.targets names"),
+        ("hydra.run.dir=elsewhere", "a run's folder is trainer.default_local_dir"),
+        ("trainer.resume_mode=disable", "the run is a new one"),
+    ],
+)
+def test_words_of_common_scripts_are_accepted_with_their_reason(word, reason):
+    plain, _ = compose("train", ["recipe=verl"])
+    config, resolved = compose("train", ["recipe=verl", f"+{word}"])
+    assert config == plain
+    [line] = [line for line in resolved.became if line.startswith(word)]
+    assert f"changes nothing here: {reason}" in line
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (MODEL + "override_config.attention_dropout=0.1", "no model has dropout here"),
+        (MODEL + "override_config.num_hidden_layers=2", "comes with its checkpoint"),
+        (MODEL + "exclude_modules=lm_head", "model.lora.targets"),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16", "leave it out"),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", "rollout_correction.rollout_is=token"),
+        ("algorithm.rollout_is=True", "rollout_correction.rollout_is=token"),
+    ],
+)
+def test_words_of_common_scripts_are_refused_with_the_way(word, said):
+    assert said in refusal("recipe=verl", f"+{word}")
+
+
+def test_a_run_that_is_there_is_not_begun_anew(tmp_path):
+    words = ["recipe=verl", f"trainer.default_local_dir={tmp_path}", "trainer.experiment_name=mine"]
+    disable = [*words, "trainer.resume_mode=disable"]
+    assert compose("train", disable)[0].run_name == "mine"
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.yaml").write_text("steps: 1\n")
+    assert "another trainer.experiment_name" in refusal(*disable)
+    assert compose("train", [*words, "trainer.resume_mode=auto"])[0].run_name == "mine"
+    keeps = compose("train", ["recipe=verl", "trainer.remove_previous_ckpt_in_save=True"])[0]
+    assert keeps.checkpoint.keep_last == 1
+
+
+def test_flags_that_change_nothing_for_one_reason_share_a_line():
+    head = "actor_rollout_ref.rollout."
+    words = [head + "max_num_seqs=512", "trainer.balance_batch=True", head + "enforce_eager=True"]
+    _, resolved = compose("train", ["recipe=verl", *words])
+    idle = [line for line in resolved.became if "nothing here" in line]
+    assert [line.partition(" nothing here")[0] for line in idle] == [
+        f"{words[0]}, {words[2]} change",
+        f"{words[1]} changes",
+    ]
+
+
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
 
 

@@ -17,7 +17,9 @@ from shoal.tasks.builtin_rewards import (
     reasoning_accuracy_reward,
     repetition_penalty,
     think_format_reward,
+    verl_reward,
 )
+from shoal.tasks.graders import dapo
 
 # completion, solution, and what TRL 1.16.0 gives: accuracy, reasoning accuracy, think format
 RECORDED = [
@@ -161,3 +163,42 @@ def test_a_wrong_name_or_argument_is_an_error(spec: str, message: str) -> None:
 
 def test_a_file_is_no_name() -> None:
     assert find_builtin("rewards.py:f") is None
+
+
+# what verl 0.9.1's math_dapo gives: (completion, ground truth, right, answer)
+DAPO = [
+    ("So 2 + 3 = 5.\nAnswer: 5", "5", True, "5"),
+    ("answer :  x = \\frac12 meters", "\\frac{1}{2}", True, "\\frac{1}{2}"),
+    ("Answer: 5.", "5", False, "5."),
+    ("Answer: $5$.", "5", True, "5"),
+    ("Answer: 4\nAnswer: 1,234", "1234", True, "1234"),  # the last one
+    ("Answer: 5" + " and so on" * 40, "5", False, None),  # too far from the end
+    ("it is \\boxed{\\text{a}}", "\\text{a}", True, "\\text{a}"),
+    ("it is \\boxed{ 5 }", "5", False, " 5 "),  # a box is compared as it is written
+    ("\\boxed{5}" + "." * 100, "5", False, None),
+    ("Answer: no \\boxed{5}", "5", False, "no5"),  # stated before the box
+    ("\\boxed{5", "5", False, None),
+    ("Answer: 30^\\circ", "30", True, "30"),
+    ("Answer: a \\textbf{square} root \\sqrt2", "root\\sqrt{2}", True, "root\\sqrt{2}"),
+    ("", "5", False, None),
+]
+
+
+@pytest.mark.parametrize(("completion", "truth", "right", "answer"), DAPO)
+def test_dapos_grader_reads_what_verl_reads(completion, truth, right, answer):
+    assert dapo.grade(completion, truth) == (right, answer)
+
+
+def test_verls_reward_is_that_of_each_rows_source():
+    logged: dict[str, Any] = {}
+    truth = {"ground_truth": "5"}
+    sources = ["openai/gsm8k", "math_dapo", "aime2024", "math_dapo"]
+    texts = ["#### 5", "Answer: 5", "Answer: 6", "#### 5"]
+    scores = verl_reward(texts, sources, [truth] * 4, logged.__setitem__)
+    assert scores == [1.0, 1.0, -1.0, -1.0]
+    assert logged == {"acc": [None, 1.0, 0.0, 0.0], "pred": [None, "5", "6", None]}
+    logged.clear()
+    assert verl_reward(texts[:1], sources[:1], [truth], logged.__setitem__) == [1.0]
+    assert logged == {} and verl_reward(texts[1:2], sources[1:2], [truth]) == [1.0]
+    with pytest.raises(ValueError, match="data_source=codecontests: only GSM8K, MATH and DAPO"):
+        verl_reward(["x"], ["codecontests"], [truth])

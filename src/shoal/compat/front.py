@@ -631,10 +631,15 @@ def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
 def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[FlagLine]:
     """Returns a line for each flag of the user's layers that has an effect: what it became. The
     lines are in the order of the flags. Left out are flags all of whose settings are overruled by
-    higher ones, and flags whose rule was not called. All flags of a file that change nothing share
-    one line, at the end. `values`: key -> final value."""
+    higher ones, and flags whose rule was not called. Flags of a command line that change nothing
+    for the same reason share the line of the first; all of a file that change nothing share one, at
+    the end. `values`: key -> final value."""
     positions = _positions(merged)
     lines: list[FlagLine] = []
+    # (reason, whether it is a note) -> flags of the command line that change nothing, and the index
+    # of their line
+    without_effect: dict[tuple[str, bool], list[str]] = {}
+    place: dict[tuple[str, bool], int] = {}
     idle_names: dict[int, list[str]] = {}  # index of a file's layer -> flags that change nothing
     for effect in sorted(draft.effects, key=lambda effect: effect.last):
         layer_index, _ = effect.last
@@ -665,13 +670,22 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[Fla
         is_whole = all(setting.yields for setting in overruled)
         if effect.reason is not None and is_whole:
             reason = effect.reason
-        flags = ", ".join(f"{name}={text}" for name, text in effect.flags.items())
+        typed = [f"{name}={text}" for name, text in effect.flags.items()]
+        flags = ", ".join(typed)
+        is_note = effect.has_line or (bool(reason) and not effect.meaning)
+        if reason and not effect.settings and not layer.file:
+            sharing = without_effect.setdefault((reason, is_note), [])
+            sharing += typed
+            verb = "changes" if len(sharing) == 1 else "change"
+            line = FlagLine(f"{', '.join(sharing)} {verb} nothing here: {reason}", is_note)
+            index = place.setdefault((reason, is_note), len(lines))
+            lines[index : index + 1] = [line]
+            continue
         line = f"{flags} changes nothing here"
         if became:
             line = f"{flags} became {', '.join(became)}"
         if reason:
             line += f": {reason}"
-        is_note = effect.has_line or (bool(reason) and not effect.meaning)
         is_ignored = not became and not reason
         short = ""
         if became and not reason:

@@ -952,6 +952,29 @@ def verl_warmup(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     return {"optimizer.warmup_steps": str(steps * each)}, sentence
 
 
+def verl_resume_mode(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Checks verl's resume_mode. Sets nothing: here the same run_name resumes a run, which is
+    `auto`. `disable` is a ShoalError if the folder has a run of that name already, because it would
+    go on; so is `resume_path`, and any other text."""
+    name, text = last_of(given)
+    mode = value_of_option(name, text, {one: one for one in ("auto", "disable", "resume_path")})
+    if mode == "resume_path":
+        raise ShoalError(f"{name}={text}: give resume=FOLDER, a run or a checkpoint of one")
+    run_name = get("run_name")
+    if mode == "auto":
+        sentence = (
+            "the same run_name or resume=FOLDER resumes a run; a new one needs another run_name"
+        )
+        return {}, sentence
+    folder = get("base_output_directory")
+    if run_name and is_run(Path(folder).expanduser() / run_name):
+        raise ShoalError(
+            f"{name}={text}: {folder} has a run of the name {run_name}, which would go on; another "
+            "trainer.experiment_name (run_name) begins a new one"
+        )
+    return {}, "the run is a new one"
+
+
 def verl_validation(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts val_kwargs, how verl answers the questions of a validation, to evaluation.*. As in
     verl 0.9, the temperature (0 if nothing sets one) decides whether answers are greedy. Greedy
@@ -1239,7 +1262,7 @@ def verl_gen_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
     return {}, "the prompts of a step are asked for one by one"
 
 
-CHECKS: tuple[Rule, ...] = (verl_critic, verl_reward_manager, verl_gen_batch)
+CHECKS: tuple[Rule, ...] = (verl_critic, verl_reward_manager, verl_gen_batch, verl_resume_mode)
 """The rules that check flags which set no key: each is called whatever sets the keys of its
 flags."""
 
@@ -1281,6 +1304,7 @@ RULES: tuple[Rule, ...] = (
     trl_shuffle,
     verl_reward_manager,
     verl_gen_batch,
+    verl_resume_mode,
 )
 """All rules, in the order in which they are applied: each after the rules that set the keys which
 it reads."""

@@ -99,6 +99,13 @@ FLAGS: list[Flag] = [
         )
     ],
     reads(
+        _T + "remove_previous_ckpt_in_save",
+        "checkpoint.keep_last",
+        flags.if_true({"checkpoint.keep_last": "1"}, {}),
+        "of older versions; true: the newest alone",
+        is_switch=True,
+    ),
+    reads(
         _T + "max_actor_ckpt_to_keep",
         "checkpoint.keep_last",
         flags.optional("checkpoint.keep_last"),
@@ -545,6 +552,14 @@ FLAGS: list[Flag] = [
         "a third kind of weight than algorithm.correction's: the mean of the weights is not made 1",
         "algorithm.rollout_correction.rollout_is_batch_normalize",
     ),
+    *refused(
+        "of older versions: algorithm.rollout_correction.rollout_is=token and "
+        "rollout_is_threshold=2.0 say the same",
+        _A + "tis_imp_ratio_cap",
+        "algorithm.rollout_is",
+        accepts=("-1",),
+    ),
+    *counts_with("algorithm.rollout_is", "algorithm.rollout_is_threshold"),
     *only(
         "the ratio is to the trainer's own log-probs",
         "true",
@@ -571,9 +586,25 @@ FLAGS: list[Flag] = [
     *counts_with("algorithm.gigpo.enable_similarity", "algorithm.gigpo.similarity_thresh"),
     *refused("groups are never weighted by a preference", "algorithm.use_pf_ppo"),
     *refused(
-        "model.lora.targets names the products that have an adapter", _MODEL + "exclude_modules"
+        "model.lora.targets names the products that have an adapter",
+        _MODEL + "exclude_modules",
+        accepts=(".*visual.*", "visual"),  # a text model has none
     ),
     *refused("heads for several tokens", _MODEL + "mtp.enable"),
+    *only(
+        "no model has dropout here",
+        "0",
+        "0.",
+        "0.0",
+        names=" ".join(
+            f"{_MODEL}override_config.{name}"
+            for name in ("attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout")
+        ),
+    ),
+    *idle(
+        "model.attention chooses how attention is computed",
+        _MODEL + "override_config.attn_implementation",
+    ),
     *refused(
         "the model's shape comes with its checkpoint",
         _MODEL + "override_config",
@@ -591,7 +622,12 @@ FLAGS: list[Flag] = [
     ),
     *only("half a cosine", "0.5", names=_A + "optim.num_cycles"),
     *only("AdamW is the optimizer", "adamw", names=_A + "optim.optimizer"),
-    *only("master weights are float32", "fp32", "float32", names=_A + "fsdp_config.model_dtype"),
+    *only(
+        "master weights are float32, and products have model.dtype; leave it out",
+        "fp32",
+        "float32",
+        names=_A + "fsdp_config.model_dtype",
+    ),
     reads(
         _A + "router_replay.mode",
         "model.router_replay",
@@ -652,10 +688,12 @@ FLAGS: list[Flag] = [
     *refused("a run's length is in steps; to evaluate only, use `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
     *refused("give resume=FOLDER", _T + "resume_from_path"),
-    *only(
-        "the same run_name or resume=FOLDER resumes a run; a new one needs another run_name",
-        "auto",
-        names=_T + "resume_mode",
+    *derived(
+        rules.verl_resume_mode,
+        "",
+        "auto: the same run_name resumes a run; disable: an error if a run has that name; for "
+        "resume_path give resume=FOLDER",
+        _T + "resume_mode",
     ),
     *only("training samples, it is never greedy", "true", names=_R + "do_sample"),
     *refused("a completion ends where the model ends it", _R + "ignore_eos"),
@@ -850,9 +888,9 @@ FLAGS: list[Flag] = [
         *_under(
             _R,
             """
-        *_size cudagraph_* enable_prefix_caching scheduling_policy disable_log_stats engine_kwargs.*
-        multi_stage_wake_up agent.* checkpoint_engine.* skip_tokenizer_init trace.* profiler.*
-        prometheus.*""",
+        *_size cudagraph_* update_weights_bucket_megabytes enable_prefix_caching scheduling_policy
+        disable_log_stats engine_kwargs.* multi_stage_wake_up agent.* checkpoint_engine.*
+        skip_tokenizer_init trace.* profiler.* prometheus.*""",
         ),
         *_under(
             _MODEL,
@@ -875,6 +913,11 @@ FLAGS: list[Flag] = [
             """
         use_shm *_workers trust_remote_code return_* validation_shuffle image_* video_*""",
         ),
+    ),
+    *idle(
+        "a run's folder is trainer.default_local_dir/experiment_name (base_output_directory, "
+        "run_name)",
+        "hydra.*",
     ),
     *idle(
         "a setting of verl's processes",

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.records import RewardFunction, ShoalError, truth_fault
-from shoal.tasks.graders import math_check
+from shoal.tasks.graders import dapo, math_check
 from shoal.tasks.graders.answer import completion_text
 from shoal.text import did_you_mean
 
@@ -226,35 +226,58 @@ def verl_reward(
     completions: Sequence[Any],
     data_source: Sequence[str],
     reward_model: Sequence[Any],
+    log_extra: Callable[[str, Sequence[Any]], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
     """Returns verl's default reward by each row's `data_source`. GSM8K: 1.0 if the number after the
     last `####` is the ground truth, else 0.0. MATH: 1.0 if the completion's answer, in LaTeX, is
-    the ground truth, else 0.0; None if no answer can be read in the ground truth. ValueError for
-    any other source, which needs a function of its own, ShoalError for a row without ground truth.
-    Each entry of `reward_model` is a dict with `ground_truth`."""
+    the ground truth, else 0.0; None if no answer can be read in the ground truth. DAPO's data
+    (`math_dapo`, `math`, `aime...`): 1.0 if the answer is the ground truth, else -1.0; there
+    `log_extra` is given verl's columns `acc`, 1.0 or 0.0, and `pred`, the answer, both None for
+    rows of other sources. ValueError for any other source, which needs a function of its own,
+    ShoalError for a row without ground truth. Each entry of `reward_model` is a dict with
+    `ground_truth`."""
     from shoal.tasks.gsm8k import load_reward_preset
 
     for row in reward_model:
         fault = truth_fault({"reward_model": row})
         if fault:
             raise ShoalError(fault, "task.path")
-    unknown = set(data_source).difference(_MATH, ["openai/gsm8k"])
-    if unknown:
-        raise ValueError(
-            f"data_source={min(unknown)}: only GSM8K and MATH have a reward; give one of your own"
-        )
+    for source in data_source:
+        if source not in _MATH and source != "openai/gsm8k" and not _is_of_dapo(source):
+            raise ValueError(
+                f"data_source={source}: only GSM8K, MATH and DAPO's data have a reward; give one "
+                "of your own"
+            )
     gsm8k = load_reward_preset("verl")
     scores: list[float | None] = []
+    accuracies: list[float | None] = []
+    answers: list[str | None] = []
     for completion, source, row in zip(completions, data_source, reward_model, strict=True):
         gold = str(row["ground_truth"])
-        if source in _MATH:
+        accuracy = None
+        answer = None
+        if _is_of_dapo(source):
+            is_right, answer = dapo.grade(completion_text(completion), gold)
+            accuracy = float(is_right)
+            scores.append(dapo.RIGHT if is_right else dapo.WRONG)
+        elif source in _MATH:
             # Between dollar signs, since it reads LaTeX alone.
             scores += accuracy_reward([completion], [f"${gold}$"])
         else:
-            answer = gsm8k.answer(completion_text(completion))
-            scores.append(float(gsm8k.right(answer, gold)))
+            number = gsm8k.answer(completion_text(completion))
+            scores.append(float(gsm8k.right(number, gold)))
+        accuracies.append(accuracy)
+        answers.append(answer)
+    if log_extra is not None and any(map(_is_of_dapo, data_source)):
+        log_extra("acc", accuracies)
+        log_extra("pred", answers)
     return scores
+
+
+def _is_of_dapo(source: str) -> bool:
+    """True if verl judges rows of this `data_source` by DAPO's grader."""
+    return source in _DAPO or source.startswith("aime")
 
 
 FULL_REWARD_WORDS, NO_REWARD_WORDS = 6, 40
@@ -273,6 +296,7 @@ def brief_reward(completions: Sequence[Any], **kwargs: Any) -> list[float]:
 
 
 _MATH = ("DigitalLearningGmbH/MATH-lighteval", "lighteval/MATH", "HuggingFaceH4/MATH-500")
+_DAPO = ("math_dapo", "math", "math_dapo_reasoning")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "accuracy_reward": accuracy_reward,
     "reasoning_accuracy_reward": reasoning_accuracy_reward,

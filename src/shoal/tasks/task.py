@@ -127,7 +127,9 @@ def no_reward(task: TaskSection) -> ShoalError:
     if task.name == CUSTOM:
         more = (
             ". Where rows have no column `prompt`, give task.template='{COLUMN}' or "
-            "task.columns=[prompt=COLUMN], too; where no split is called test, task.eval_split=NAME"
+            "task.columns=[prompt=COLUMN], too; where no split is called test, "
+            "task.eval_split=NAME. For rows that verl prepared of GSM8K, MATH or DAPO's data there "
+            "is reward=verl_reward"
         )
     return ShoalError(
         f"task {task.name}: it has no reward of its own; give a function that judges completions, "

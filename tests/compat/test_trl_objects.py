@@ -459,6 +459,24 @@ def test_a_model_that_is_an_object_is_asked_for_by_its_name():
     assert resolved_of(model={"path": "tiny"}, quantization_config=None)[0].model.path == "tiny"
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("SFTConfig", "`shoal sft`"),
+        ("PPOConfig", "'gae'"),
+        ("RLOOConfig", "learning_rate=1e-6"),
+    ],
+)
+def test_a_configuration_of_another_trainer_is_refused(name, hint):
+    @dataclass
+    class Other:
+        learning_rate: float = 2e-5
+
+    Other.__name__ = name
+    with pytest.raises(shoal.ShoalError, match=f"^args={name}: expected a GRPOConfig.*{hint}"):
+        resolved_of(args=Other())
+
+
 def test_a_tracker_that_is_not_known_is_said():
     _, resolved = resolved_of(report_to=["comet_ml"])
     assert resolved.start_lines[-1] == (

@@ -133,8 +133,9 @@ def _class_name(item: Any) -> str:
 
 
 def _fields_of_arguments(arguments: Any) -> dict[str, Any]:
-    """Returns the fields of a GRPOConfig, or of another class of TRL's, that differ from its
-    defaults; of a mapping all entries. ShoalError if it is neither a dataclass nor a mapping.
+    """Returns the fields of a GRPOConfig that differ from its defaults; of a mapping all entries.
+    ShoalError for anything else, also for a configuration of another trainer of TRL's: its defaults
+    are not those of `recipe=trl`, and a field that equals one would be lost.
 
     `num_train_epochs` is always among them: whoever gives no number of steps expects the epochs of
     TRL. `max_steps`, or `steps` beside `args`, goes before it.
@@ -146,10 +147,16 @@ def _fields_of_arguments(arguments: Any) -> dict[str, Any]:
     and what follows from another field (FOLLOWS)."""
     if isinstance(arguments, Mapping):
         return dict(arguments)
-    if not _is_record(arguments):
+    if not (_is_record(arguments) and _is_of_grpo(arguments)):
+        name = _class_name(arguments)
+        hint = ""
+        if name.startswith("SFT"):
+            hint = "; fine-tuning on the answers of a file is `shoal sft`"
+        elif name.startswith("PPO"):
+            hint = ", and algorithm__advantage='gae', which trains with a critic"
         raise ShoalError(
-            f"args={_class_name(arguments)}: expected a GRPOConfig; give its fields as keyword "
-            "arguments, such as learning_rate=1e-6"
+            f"args={name}: expected a GRPOConfig, of which recipe=trl has the defaults; give its "
+            f"fields as keyword arguments, such as learning_rate=1e-6{hint}"
         )
     fields = dict(_changed_fields(arguments))
     epochs = getattr(arguments, "num_train_epochs", None)
@@ -169,6 +176,11 @@ def _fields_of_arguments(arguments: Any) -> dict[str, Any]:
         if cause in fields:
             fields.pop(name, None)
     return fields
+
+
+def _is_of_grpo(arguments: Any) -> bool:
+    """True if a configuration is TRL's GRPOConfig, AsyncGRPOConfig, or of a class made from it."""
+    return any("GRPOConfig" in base.__name__ for base in type(arguments).__mro__)
 
 
 RENAMED = {

@@ -279,6 +279,7 @@ def _task_of_data(
     `task`: the rows; `held_out`: rows to evaluate on, "train" or None; `correct`: (text, example)
     -> bool, or None. `functions`: the reward functions given from Python. Raises ShoalError if the
     data cannot be used."""
+    from shoal.config.train import Config
     from shoal.job.task import task_of_data
     from shoal.tasks.custom import is_data
 
@@ -291,6 +292,7 @@ def _task_of_data(
         task=config.task,
         reward=config.reward,
         functions=functions,
+        needs_reward=not (isinstance(config, Config) and config.algorithm.learns_from_data),
     )
 
 

@@ -462,7 +462,7 @@ def test_a_model_that_is_an_object_is_asked_for_by_its_name():
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("SFTConfig", "`shoal sft`"),
+        ("SFTConfig", "algorithm='sft'"),
         ("PPOConfig", "'gae'"),
         ("RLOOConfig", "learning_rate=1e-6"),
     ],

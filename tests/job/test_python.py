@@ -382,6 +382,30 @@ def test_a_dry_run_checks_rows_and_functions_from_python(tmp_path, monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_answers_in_rows_from_python_are_learned_without_a_reward(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    answered = [{"prompt": f"{number} + 1 =", "completion": " 7"} for number in range(20)]
+    keywords = {"algorithm": "sft", "num_train_epochs": 2, "batch__prompts_per_step": 4}
+    settings = shoal.train(**keywords, train_dataset=answered, dry_run=True)
+    assert settings["algorithm.advantage"] == "sft"
+    assert settings["steps"] == 10  # no row is held out
+    said = "2 epochs of 20 training rows from Python, 4 prompts a step"
+    assert said in capsys.readouterr().out
+    # Rows to evaluate on are used, where there are some.
+    section = TaskSection(eval_split="train")
+    for held_out, number in ((None, 20), (answered[:2], 2)):
+        task = task_of_data(
+            answered, held_out, None, section, RewardSection(), (), needs_reward=False
+        )
+        assert len(task.evaluations["held_out"]) == number
+        assert task.rewards == ()
+    asked = [{"prompt": row["prompt"]} for row in answered]
+    with pytest.raises(shoal.ShoalError, match="answer"):
+        shoal.train(**keywords, train_dataset=asked, dry_run=True)
+    with pytest.raises(shoal.ShoalError, match=r"task.eval_split='test2' has no effect"):
+        shoal.train(**keywords, train_dataset=answered, task__eval_split="test2", dry_run=True)
+
+
 def test_a_dry_run_of_an_evaluation_samples_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     settings = shoal.evaluate(task=rows(), reward=ones, seed=3, dry_run=True)

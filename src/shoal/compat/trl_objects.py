@@ -151,12 +151,12 @@ def _fields_of_arguments(arguments: Any) -> dict[str, Any]:
         name = _class_name(arguments)
         hint = ""
         if name.startswith("SFT"):
-            hint = "; fine-tuning on the answers of a file is `shoal sft`"
+            hint = ", and algorithm='sft', which learns the rows' own answers"
         elif name.startswith("PPO"):
             hint = ", and algorithm__advantage='gae', which trains with a critic"
         raise ShoalError(
-            f"args={name}: expected a GRPOConfig, of which recipe=trl has the defaults; give its "
-            f"fields as keyword arguments, such as learning_rate=1e-6{hint}"
+            f"args={name}: expected a GRPOConfig, whose defaults recipe=trl has; give its fields "
+            f"as keyword arguments, such as learning_rate=1e-6{hint}"
         )
     fields = dict(_changed_fields(arguments))
     epochs = getattr(arguments, "num_train_epochs", None)

@@ -14,7 +14,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.records import Example, Messages, RewardFunction, ShoalError, truth_fault
 from shoal.rewards.loading import load_functions, name_functions
 from shoal.tasks.builtin_rewards import PENALTY, find_builtin, overlong_punishment, verl_reward
-from shoal.tasks.custom import Correct, rows_task
+from shoal.tasks.custom import Correct, rows_of_section
 from shoal.tasks.generated import LazyRows
 from shoal.tasks.graders.judge_model import JudgeFunction
 from shoal.tasks.task import Task, load_by_name, no_reward
@@ -210,12 +210,13 @@ def task_of_data(
     task: TaskSection,
     reward: RewardSection,
     functions: Sequence[Callable[..., Any]],
+    needs_reward: bool = True,
 ) -> Task:
     """Makes the task of data that were passed from Python, rows or a whole `Task`, with the reward
-    functions that are given. ShoalError if rows come without a reward function, or with keys of
-    `task.` that have no effect on them. `held_out`, `correct`: evaluation rows and the function
-    that says which answers are right, for rows only; None if they are not given. ShoalError if they
-    come with a `Task`."""
+    functions that are given. ShoalError if rows come without a reward function although
+    `needs_reward`, or with keys of `task.` that have no effect on them. `held_out`, `correct`:
+    evaluation rows and the function that says which answers are right, for rows only; None if they
+    are not given. ShoalError if they come with a `Task`."""
     if isinstance(data, Task):
         if held_out is not None or correct is not None:
             raise ShoalError(
@@ -226,16 +227,17 @@ def task_of_data(
     default = TaskSection()
     for key, value in vars(task).items():
         has_effect = key in ("name", "num_eval_questions", "hold_out", "system")
-        if not has_effect and value != getattr(default, key):
+        is_split = key == "eval_split" and value == task.split  # the training rows
+        if not (has_effect or is_split) and value != getattr(default, key):
             raise ShoalError(
                 f"task.{key}={value!r} has no effect on data given from Python: leave it out"
             )
-    if not (functions or reward.functions):
+    if needs_reward and not (functions or reward.functions):
         raise ShoalError(
             "reward is not given: your data needs a function that judges completions, reward=f "
             "with f(completions, **columns) -> list of numbers"
         )
-    rows = rows_task(data, held_out, correct, task.num_eval_questions, task.hold_out)
+    rows = rows_of_section(data, held_out, correct, task)
     return with_rewards(rows, task, reward, functions)
 
 

@@ -154,7 +154,18 @@ def given_task(section: TaskSection) -> Task | None:
     data, held_out = given
     if isinstance(data, Task):
         return data
-    return rows_task(data, held_out, None, section.num_eval_questions, section.hold_out)
+    return rows_of_section(data, held_out, None, section)
+
+
+def rows_of_section(
+    data: Any, held_out: Any, correct: Correct | None, section: TaskSection
+) -> Task:
+    """Returns the task of rows given from Python (`rows_task`) with these settings. If they name
+    the training split as the one to evaluate on, as supervised fine-tuning does, and `held_out` is
+    None, the evaluation rows are the training rows."""
+    if held_out is None and section.eval_split == section.split:
+        held_out = SAME
+    return rows_task(data, held_out, correct, section.num_eval_questions, section.hold_out)
 
 
 def listed(task: Any, held_out: Any) -> tuple[Any, Any]:

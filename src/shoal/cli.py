@@ -236,7 +236,11 @@ def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
     from shoal.config.merge import compose
 
     config, resolved = with_last_runs(*compose(command, words))
-    if command == "eval" and (is_bucket(config.model.path) or Path(config.model.path).is_dir()):
+    if command != "eval":
+        return config, resolved
+    model = config.model.path
+    is_folder = model != "" and Path(model).is_dir()
+    if is_folder or is_bucket(model):
         from shoal.job.own_task import config_for_eval_of_run
 
         return config_for_eval_of_run(config, resolved)

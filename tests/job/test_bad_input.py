@@ -329,6 +329,24 @@ def test_a_run_without_a_checkpoint_and_a_broken_one(workshop, capsys, tmp_path)
     )
 
 
+def test_no_model_is_never_the_working_folder(capsys, tmp_path, monkeypatch):
+    """In a folder with `checkpoints/`, as verl writes them, an empty path is no run."""
+    (tmp_path / "checkpoints" / "project" / "experiment").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for words in (
+        ["train", "model=", "steps=1"],
+        ["train", "model=", "steps=1", "--dry-run"],
+        ["eval", "model=", "task=words"],
+        ["eval", "model=", "task=words", "--dry-run"],
+        ["serve", "model="],
+        ["plan", "model="],
+    ):
+        refused(capsys, tmp_path, words, "model.path: no model is given")
+    # Only a path that is written can name the working folder.
+    refused(capsys, tmp_path, ["train", "model=."], f"the run {tmp_path} has no checkpoint")
+    refused(capsys, tmp_path, ["train", "reward=model:"], "A model's path is empty")
+
+
 # ---- data
 
 

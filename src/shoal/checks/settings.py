@@ -179,16 +179,10 @@ def check_model(section: ModelSection, key: str = "model.path") -> None:
     `key`: the configuration key that names the model, for the error."""
     from shoal.model.families import architecture_of
     from shoal.model.published import check_name, model_named
-    from shoal.weights.hub import HUB_ID, PACKAGED
+    from shoal.weights.hub import HUB_ID, PACKAGED, no_model
 
     if not (section.path or section.name):
-        raise ShoalError(
-            f"{key}: no model is given; set it to a folder or a hub id (in MaxText "
-            "load_parameters_path, in TRL model_name_or_path, in verl "
-            "actor_rollout_ref.model.path, in Tunix model_config.model_id), or model.name to a "
-            "known name (in MaxText model_name)",
-            key,
-        )
+        raise no_model(key)
     local = find_input(section.path, key)
     tokenizer = find_input(section.tokenizer, "model.tokenizer")
     # Runs or checkpoints that lie in the folder in which the model should be.

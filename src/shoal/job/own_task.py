@@ -14,13 +14,12 @@ from shoal.config.merge import Resolved, load
 from shoal.config.sections.task import GENERATED_TASKS
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
-from shoal.files import find_input
 from shoal.job.task import load_questions
 from shoal.records import Example, ShoalError
 from shoal.report.console import Console
 from shoal.runs.layout import is_run, with_last_runs
 from shoal.runs.reader import read_requested
-from shoal.weights.checkpoints import find_checkpoint
+from shoal.weights.checkpoints import checkpoint_named
 
 SECTIONS = ("task", "reward", "environment", "sampling", "evaluation")
 """Sections that `shoal eval` takes from a run: which questions its model gets, which tools it may
@@ -40,7 +39,7 @@ def config_for_eval_of_run(
     path = config.model.path
     if config.responses:
         return config, resolved
-    checkpoint = find_checkpoint(find_input(path, "model.path"))
+    checkpoint = checkpoint_named(path, "model.path")
     if checkpoint is None:
         return config, resolved
     run, _ = checkpoint
@@ -119,7 +118,7 @@ def _run_at(path: str) -> Path | None:
     """Returns the folder of the run that a model's path names, with or without a checkpoint; None
     if it is no run, or has no checkpoint."""
     try:
-        checkpoint = find_checkpoint(find_input(path, "model.path"))
+        checkpoint = checkpoint_named(path, "model.path")
     except ShoalError:  # no checkpoint, or nothing at an address in a bucket
         return None
     if checkpoint is None or not is_run(checkpoint[0]):

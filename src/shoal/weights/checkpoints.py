@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shoal.buckets import Unreachable, complete
+from shoal.files import find_input
 from shoal.mesh import Role, World, return_freed_memory
 from shoal.model.architecture import Architecture
 from shoal.model.layers import layers_of_stacks
@@ -269,6 +270,13 @@ def find_checkpoint(folder: Path) -> tuple[Path, int] | None:
             "give another model"
         )
     return folder, saved[-1]
+
+
+def checkpoint_named(path: str, key: str) -> tuple[Path, int] | None:
+    """Returns what `find_checkpoint` finds at `path`, the value of the setting `key`: a folder, an
+    address in a bucket, which is fetched, or a hub id. None for an empty path, which names no
+    folder; the working folder is `.`."""
+    return find_checkpoint(find_input(path, key)) if path else None
 
 
 class DamagedCheckpoint(ShoalError):

@@ -46,6 +46,11 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
                 f"This installation lacks its packaged model `{path}` ({folder}): reinstall shoal."
             )
         return folder
+    if not str(path):  # as a path it would be the working folder
+        raise ShoalError(
+            "A model's path is empty: give a folder, a hub id (org/name), or `tiny`; the working "
+            "folder is `.`"
+        )
     if is_offline() and weights and is_bucket(path):
         raise NotHere(path)
     folder = find_input(path, "model.path", weights)
@@ -63,6 +68,17 @@ def locate(path: str | Path, token: str | None = None, weights: bool = True) -> 
         return _download(str(path), token or os.environ.get("HF_TOKEN"), weights)
     raise ShoalError(
         f"There is no model folder {path}. Give a folder, a hub id (org/name), or `tiny`."
+    )
+
+
+def no_model(key: str) -> ShoalError:
+    """Returns the error for settings that name no model. `key`: the key that names it."""
+    return ShoalError(
+        f"{key}: no model is given; set it to a folder or a hub id (in MaxText "
+        "load_parameters_path, in TRL model_name_or_path, in verl "
+        "actor_rollout_ref.model.path, in Tunix model_config.model_id), or model.name to a "
+        "known name (in MaxText model_name)",
+        key,
     )
 
 

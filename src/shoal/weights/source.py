@@ -43,9 +43,14 @@ from shoal.runs.reader import read_requested
 from shoal.stop import NotHere
 from shoal.weights import huggingface, maxtext, peft
 from shoal.weights.checkpoints import FOLDER as CHECKPOINTS
-from shoal.weights.checkpoints import find_checkpoint, load_parameters, read_extra
+from shoal.weights.checkpoints import (
+    checkpoint_named,
+    find_checkpoint,
+    load_parameters,
+    read_extra,
+)
 from shoal.weights.checksum import same_weights, types_text, weights_text
-from shoal.weights.hub import HUB_ID, PACKAGED, cached_folder, config_on_hub, locate
+from shoal.weights.hub import HUB_ID, PACKAGED, cached_folder, config_on_hub, locate, no_model
 from shoal.weights.tensor_files import digests as tensor_digests
 
 MATMUL_PRECISION = "jax_default_matmul_precision"
@@ -220,8 +225,7 @@ def teacher_model(config: Config, path: str) -> ModelSection:
 def settings_of_run(section: ModelSection) -> Config | None:
     """Returns the settings that the run was given which `model.path` names; None if it names no
     run, or one whose settings cannot be read. A run in a bucket is fetched first."""
-    local = find_input(section.path, "model.path")
-    checkpoint = find_checkpoint(local) if local.is_dir() else None
+    checkpoint = checkpoint_named(section.path, "model.path")
     if checkpoint is None:
         return None
     run, _ = checkpoint
@@ -365,6 +369,8 @@ def _resolve(section: ModelSection, base: ModelSource | None = None) -> ModelSou
     tokenizer, and its `config` is made for both. ShoalError if there is no such model, or if
     `model.name` names one of other sizes."""
     path = model_path(section)
+    if not path:
+        raise no_model("model.path")
     local = find_input(path, "model.path")
     # MaxText comes first, because another system's folder may hold a config.json too.
     maxtext_tree = maxtext.find_tree(local)
@@ -651,7 +657,8 @@ def known_architecture(section: ModelSection) -> Architecture | None:
     model's files do not fit. None for others, whose config only the hub has; nothing is
     downloaded."""
     path = model_path(section)
-    if Path(path).expanduser().is_dir() or path in PACKAGED:
+    is_folder = path != "" and Path(path).expanduser().is_dir()
+    if is_folder or path in PACKAGED:
         return resolve_model(section).architecture
     if section.name and "/" not in section.name:
         return _with_settings(section, model_named(section.name).architecture)
@@ -674,7 +681,10 @@ def planned_architecture(section: ModelSection) -> Architecture:
     known = known_architecture(section)
     if known is not None:
         return known
-    folder = locate(model_path(section), weights=False)
+    path = model_path(section)
+    if not path:
+        raise no_model("model.path")
+    folder = locate(path, weights=False)
     return _with_settings(section, huggingface.stored_architecture(folder))
 
 

@@ -59,6 +59,12 @@ def test_words_that_several_questions_have_do_not_count() -> None:
     assert (found.num_shared, found.num_whole) == (1, 1)
 
 
+def test_a_question_that_is_asked_twice_is_found_twice() -> None:
+    questions = ["Why is that?", "What is 2 + 3?", "what is 2+3"]
+    found = find_overlap(questions, [row("What is 2 + 3?")])
+    assert (found.num_shared, found.num_whole, found.question) == (2, 2, questions[1])
+
+
 def test_a_short_question_must_be_a_whole_text() -> None:
     questions = ["What is 2 + 3?", "Why?"]
     assert find_overlap(questions, [row("What is 2 + 3? And why?")]).num_shared == 0

@@ -415,6 +415,19 @@ def test_training_rows_are_evaluated_on_where_that_is_asked_for(tmp_path: Path) 
         rows_task(GOOD, "test")
 
 
+def test_only_a_run_says_that_it_trains_on_what_it_evaluates_on(tmp_path: Path) -> None:
+    """`shoal eval` of a run with task.path=TEST, which the run's task.eval_split names too."""
+    file = tmp_path / "test.jsonl"
+    file.write_bytes(lines(GOOD[0]))
+    [note] = load(file, eval_split=str(file)).notes
+    assert note == f"custom: task.eval_split={file}: evaluated on the rows that are trained on"
+    with evaluating():
+        from_file = load(file, eval_split=str(file))
+        from_python = rows_task(GOOD[:1], "train")
+    assert from_file.notes == (f"custom: task.eval_split={file}: all 1 rows are evaluated on",)
+    assert from_python.notes == ("rows: held_out='train': all 1 rows are evaluated on",)
+
+
 def test_no_row_is_held_out_where_that_is_asked_for(tmp_path: Path) -> None:
     same = [GOOD[0]] * 20
     (tmp_path / "a.jsonl").write_bytes(lines(*same))

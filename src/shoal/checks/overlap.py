@@ -4,6 +4,7 @@ that a training row also has (Brown et al. 2020, arXiv:2005.14165, appendix C)."
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,13 +51,18 @@ def words_of(text: str) -> list[str]:
 
 def find_overlap(questions: Sequence[str], rows: Iterable[Example]) -> Overlap:
     """Counts the questions that share words in a row with the prompts or columns of training rows.
-    Words that several of the questions have, such as instructions, do not count."""
+    Words that several different questions have, such as instructions, do not count. Questions of
+    the same words are one question, counted as often as it is asked."""
+    times = Counter(tuple(words_of(question)) for question in questions)
+    texts: dict[tuple[str, ...], str] = {}  # the words of a different question -> its text
+    for question in questions:
+        texts.setdefault(tuple(words_of(question)), question)
+    different = list(texts)
     grams_of: list[set[int]] = []
     owners: dict[int, int] = {}  # the hash of words in a row -> the number of their question
     starts: set[str] = set()  # the first words of these
     repeated: set[int] = set()
-    for number, question in enumerate(questions):
-        words = words_of(question)
+    for number, words in enumerate(different):
         grams = set(_grams(words))
         grams_of.append(grams)
         starts.update(words)
@@ -76,11 +82,13 @@ def find_overlap(questions: Sequence[str], rows: Iterable[Example]) -> Overlap:
                     places.setdefault(owner, row.place or f"training row {row.row}")
     if not found:
         return Overlap(len(questions))
-    num_whole = 0
+    num_shared = num_whole = 0
     for number, grams in found.items():
-        num_whole += grams == grams_of[number] - repeated
+        num_shared += times[different[number]]
+        if grams == grams_of[number] - repeated:
+            num_whole += times[different[number]]
     first = min(found)
-    return Overlap(len(questions), len(found), num_whole, questions[first], places[first])
+    return Overlap(len(questions), num_shared, num_whole, texts[different[first]], places[first])
 
 
 def _grams(words: Sequence[str], starts: set[str] | None = None) -> Iterator[int]:

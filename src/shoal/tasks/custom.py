@@ -206,7 +206,7 @@ def rows_task(
     splits = Splits(ROWS, train, [], on_purpose="held_out='train'", keeps_row_numbers=True)
     splits.data.train_files[_GIVEN] = len(splits.train)
     if isinstance(held_out, str) and held_out == SAME:
-        splits.share()
+        splits.share(splits.on_purpose, num_questions)
     elif held_out is not None:
         splits.held_out = _examples(maker, held_out, "held_out")
         splits.data.held_out_files[_GIVEN] = len(splits.held_out)

@@ -141,14 +141,18 @@ class Splits:
                 self.data.held_out_files[file] = num_held
             first += num_rows
 
-    def share(self) -> None:
-        """Makes the held-out rows the training rows: the user asked to evaluate on these. Adds a
-        note. `shared` becomes True. Both are then one list."""
+    def share(self, setting: str, num_questions: int) -> None:
+        """Makes the held-out rows the training rows: the user asked to evaluate on these, by
+        `setting`. Adds a note: of a run, that it trains on them; inside `evaluating()`, where
+        nothing is trained, which rows they are. `num_questions`: the limit of questions (0: none).
+        `shared` becomes True. Both are then one list."""
         self.held_out, self.shared = self.train, True
         self.data = DataReport(self.data.train_files, self.data.train_files)
-        self.notes.append(
-            f"{self.task}: {self.on_purpose}: evaluated on the rows that are trained on"
-        )
+        if is_evaluating():
+            rows = asked_rows(len(self.train), num_questions)
+            self.notes.append(f"{self.task}: {setting}: {rows} are evaluated on")
+        else:
+            self.notes.append(f"{self.task}: {setting}: evaluated on the rows that are trained on")
 
     def note_benchmark(self, num_questions: int) -> bool:
         """Adds a note on what it means that the data set was published to evaluate on, and returns
@@ -296,7 +300,7 @@ def read_splits(
         splits.held_out, counts = _read(held_out, renames, published, make)
         splits.data.held_out_files.update(counts)
     elif task.eval_split == task.split or eval_paths:
-        splits.share()
+        splits.share(f"task.eval_split={task.eval_split}", task.num_eval_questions)
     else:
         splits.divide(train[0].name, task.num_eval_questions, spread, task.hold_out)
     return splits

@@ -233,6 +233,13 @@ DIFFERENCES: dict[str, Difference] = {
         "means over random draws of k of the n answers",
         "`pass@k` is exact, `maj@n` of all n answers",
     ),
+    "verl rows in both files": Difference(
+        "verl",
+        "training rows whose prompt is in `data.val_files` too",
+        "are trained on",
+        "are left out, so an epoch may have fewer steps; the line about `trainer.total_epochs` "
+        "counts them",
+    ),
     "verl clip_ratio": Difference(
         "verl",
         "`clip_ratio` alone",
@@ -530,6 +537,20 @@ one key, the last one counts, and a line says so; in a file this is an error, an
 The commands of these systems' documents that install them are not needed here; leave them out:
 
 &&
+
+verl writes a run to `trainer.default_local_dir`, by default
+`checkpoints/PROJECT/EXPERIMENT`. Here its folder is
+
+| with `trainer.project_name=PROJECT trainer.experiment_name=EXPERIMENT` | the run's folder |
+| --- | --- |
+| and no directory | `outputs/PROJECT/EXPERIMENT` |
+| `trainer.default_local_dir=D/EXPERIMENT` | `D/EXPERIMENT` |
+| `trainer.default_local_dir=D` with another end | `D/EXPERIMENT` |
+
+A run that an earlier version put into `outputs/EXPERIMENT` or `D/EXPERIMENT/EXPERIMENT` goes on
+there, and a line says so. `trainer.resume_mode=auto` is how it always is: the same script goes on
+with its run. With `disable` verl overwrites what the folder holds; here a run in it is an error.
+`resume_path` takes a run of Shoal, and goes on in that run's folder.
 
 verl's functions get `reward_model.ground_truth` of each row. Rows whose `reward_model` has none, or
 is JSON text instead of an object, are an error before any step, which counts them and names the

@@ -314,6 +314,7 @@ DIFFERENT: dict[str, str] = {
 NOT_SHOWN = {
     "verl long prompts",
     "verl best@k",
+    "verl rows in both files",
     "trl minibatches",
     "trl greedy evaluation",
     "trl max_staleness",

@@ -65,6 +65,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         "data.train_batch_size": 8,
         ACTOR + "ppo_mini_batch_size": 8,
     },
+    "trainer.resume_from_path": {"trainer.resume_mode": "resume_path"},
     ROLLOUT + "gpu_memory_utilization": {"sampler.kind": "vllm", "vllm.python": "python"},
     ROLLOUT + "val_kwargs.n": {ROLLOUT + "val_kwargs.temperature": 0.6},
     ROLLOUT + "val_kwargs.top_p": {ROLLOUT + "val_kwargs.temperature": 0.6},

@@ -231,7 +231,6 @@ def test_verls_file_loads_with_an_estimator_of_groups():
         "reward_manager.name: prime",
         "reward_model.reward_manager: prime",
         "critic.enable: true",
-        "trainer.resume_from_path: old",
         "algorithm.rollout_correction.something: 1",
         "data.something: 1",
         "actor_rollout_ref.rollout.something: 1",

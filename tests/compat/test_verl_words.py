@@ -17,7 +17,9 @@ from shoal.commands.compat import checked_scripts
 from shoal.compat.front import in_their_names
 from shoal.config.commands import CompatConfig
 from shoal.config.merge import compose
+from shoal.config.stored import to_yaml
 from shoal.job.head import critic_text
+from shoal.job.training import reported_name
 from shoal.records import ShoalError
 
 GAE = ["recipe=verl", "algorithm.adv_estimator=gae"]
@@ -166,12 +168,98 @@ def test_references_on_the_command_line_have_the_values_of_other_flags():
     folder = "trainer.default_local_dir=ck/${trainer.project_name}/${trainer.experiment_name}"
     names = ["trainer.project_name=mine", "trainer.experiment_name=${trainer.project_name}-1"]
     config, _ = compose("train", [folder, *names])
-    assert (config.base_output_directory, config.run_name) == ("ck/mine/mine-1", "mine-1")
+    assert (config.base_output_directory, config.run_name) == ("ck/mine", "mine-1")
     assert "${trainer.project_name} refers to nothing that is set" in refusal(folder, names[1])
     itself = "trainer.experiment_name=${trainer.experiment_name}-1"
     assert "refers to itself" in refusal(itself)
     # What changes nothing here need not be resolved.
     compose("train", ["trainer.rollout_data_dir=${nothing}/dump", "trainer.save_freq=5"])
+
+
+PROJECT = "trainer.project_name=p"
+EXPERIMENT = "trainer.experiment_name=e"
+
+
+@pytest.mark.parametrize(
+    ("words", "base", "run_name"),
+    [
+        ([PROJECT, EXPERIMENT], "outputs", "p/e"),
+        ([PROJECT, EXPERIMENT, "base_output_directory=out"], "out", "p/e"),
+        ([PROJECT], "outputs", ""),
+        ([EXPERIMENT], "outputs", "e"),
+        ([PROJECT, EXPERIMENT, "run_name=mine"], "outputs", "mine"),
+        ([PROJECT, EXPERIMENT, "trainer.default_local_dir=ck"], "ck", "e"),
+        ([PROJECT, EXPERIMENT, "trainer.default_local_dir=ck/p/e"], "ck/p", "e"),
+        ([EXPERIMENT, "trainer.default_local_dir=/e/"], "/", "e"),
+        ([EXPERIMENT, "trainer.default_local_dir=e"], ".", "e"),
+        ([EXPERIMENT, "trainer.default_local_dir=gs://bucket/ck/e"], "gs://bucket/ck", "e"),
+        ([EXPERIMENT, "trainer.default_local_dir=gs://e"], "gs://e", "e"),
+        ([EXPERIMENT, "trainer.default_local_dir=ck/some"], "ck/some", "e"),
+        (["trainer.default_local_dir=ck/p/e"], "ck/p/e", ""),
+    ],
+)
+def test_a_run_has_the_folder_of_its_project_and_experiment(words, base, run_name):
+    """verl writes to default_local_dir, by default checkpoints/PROJECT/EXPERIMENT."""
+    config, _ = compose("train", words)
+    assert (config.base_output_directory, config.run_name) == (base, run_name)
+    assert config.report.wandb.project == ("p" if PROJECT in words else "shoal")
+
+
+def store_run(folder, project):
+    """Writes the settings of a run of a W&B project into a folder."""
+    folder.mkdir(parents=True)
+    config, _ = compose("train", [f"report.wandb.project={project}"])
+    (folder / "config.yaml").write_text(to_yaml(config))
+
+
+def test_a_run_in_the_folder_that_it_had_before_goes_on_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store_run(tmp_path / "outputs" / "e", "p")
+    store_run(tmp_path / "ck" / "p" / "e" / "e", "p")
+    config, resolved = compose("train", [PROJECT, EXPERIMENT])
+    assert config.run_name == "e"
+    said = "the run that was begun in outputs/e goes on there; a new one is in outputs/p/e"
+    assert any(said in line for line in resolved.start_lines)
+    # Another project's run of this name is another run.
+    assert compose("train", ["trainer.project_name=q", EXPERIMENT])[0].run_name == "q/e"
+    words = [PROJECT, EXPERIMENT, "trainer.default_local_dir=ck/p/e"]
+    config, resolved = compose("train", words)
+    assert (config.base_output_directory, config.run_name) == ("ck/p/e", "e")
+    assert any("begun in ck/p/e/e goes on there" in line for line in resolved.start_lines)
+    # Once there is a run in the new place, that one goes on.
+    store_run(tmp_path / "outputs" / "p" / "e", "p")
+    assert compose("train", [PROJECT, EXPERIMENT])[0].run_name == "p/e"
+
+
+def test_how_a_run_of_verl_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    disable = "trainer.resume_mode=disable"
+    assert compose("train", [PROJECT, EXPERIMENT, disable])[0].resume == ""
+    store_run(tmp_path / "outputs" / "p" / "e", "p")
+    said = refusal(PROJECT, EXPERIMENT, disable)
+    assert "trainer.resume_mode=disable: outputs/p/e holds a run" in said
+    assert "another trainer.experiment_name" in said
+    assert compose("train", [disable])[0].run_name == ""  # always a new folder
+    _, resolved = compose("train", [PROJECT, EXPERIMENT, "trainer.resume_mode=auto"])
+    assert not any("resume_mode" in line for line in resolved.start_lines)
+    path = "trainer.resume_from_path=outputs/p/e/checkpoints"
+    by_path = "trainer.resume_mode=resume_path"
+    assert compose("train", [by_path, path])[0].resume == "outputs/p/e"
+    config, resolved = compose("train", [path])
+    assert config.resume == ""
+    assert any("counts only with trainer.resume_mode=resume" in line for line in resolved.became)
+    assert "needs trainer.resume_from_path" in refusal(by_path, "trainer.resume_from_path=null")
+    assert "expected one of auto, disable, resume_path" in refusal("trainer.resume_mode=always")
+
+
+def test_an_update_has_no_more_prompts_than_a_step():
+    size = "actor_rollout_ref.actor.ppo_mini_batch_size"
+    said = refusal("data.train_batch_size=8", f"{size}=16")
+    assert f"{size}=16: expected at most batch.prompts_per_step=8" in said
+    assert "data.train_batch_size" in said
+    # verl's default, 256, need not be lowered by hand.
+    config, _ = compose("train", ["recipe=verl", "data.train_batch_size=8"])
+    assert config.algorithm.num_minibatches == 1
 
 
 @pytest.mark.slow
@@ -372,8 +460,13 @@ def test_prompts_that_are_too_long_are_what_the_flags_say():
         assert long_prompts(*recipe, *both) == "drop"
     assert long_prompts("data.max_prompt_length=64") == "warn"
     _, resolved = compose("train", ["recipe=verl", "data.truncation=left"])
-    said = in_their_names("row 1 is too long: set sampling.long_prompts=drop", resolved)
+    message = "row 1 is too long: set sampling.long_prompts=drop"
+    said = in_their_names(message, resolved)
     assert "sampling.long_prompts is data.filter_overlong_prompts" in said
+    _, resolved = compose("train", ["recipe=verl", "data.filter_overlong_prompts=False"])
+    said = in_their_names(message, resolved)
+    assert said == f"{message} (sampling.long_prompts: --data.filter_overlong_prompts)"
+    assert not any("changes nothing" in line for line in resolved.start_lines)
 
 
 @pytest.mark.parametrize(
@@ -448,6 +541,20 @@ def test_epochs_are_of_the_rows_that_are_not_dropped(tmp_path):
         assert config.steps == 16 and any(said in line for line in resolved.start_lines)
 
 
+def test_epochs_are_of_the_rows_that_are_not_held_out_too(tmp_path):
+    """verl trains on these, so its epochs have more steps."""
+    rows = [{"prompt": f"{number}?", "answer": "1"} for number in range(64)]
+    for name, number in (("train", 64), ("val", 8)):
+        text = "".join(json.dumps(row) + "\n" for row in rows[:number])
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    words = ["recipe=verl", f"data.train_files={tmp_path / 'train.jsonl'}", "reward=f.py:g"]
+    words += ["data.train_batch_size=4", "trainer.total_epochs=1"]
+    config, resolved = compose("train", [*words, f"data.val_files={tmp_path / 'val.jsonl'}"])
+    assert config.steps == 14
+    said = "(8 more are left out, since rows to evaluate on have their prompt; no key keeps them)"
+    assert any(said in line for line in resolved.start_lines)
+
+
 def test_the_head_of_a_run_says_that_a_critic_has_an_adapter_too():
     model: Any = SimpleNamespace(architecture=SimpleNamespace(adapter=SimpleNamespace(rank=8)))
     config, _ = compose("train", [*GAE, "actor_rollout_ref.model.lora_rank=8"])
@@ -460,3 +567,12 @@ def test_dapos_script_is_main_ppos(tmp_path):
     scripts = checked_scripts(CompatConfig(to=str(tmp_path)))
     of_dapo = scripts[tmp_path / "recipe" / "dapo" / "main_dapo.py"]
     assert of_dapo == scripts[tmp_path / "verl" / "trainer" / "main_ppo.py"]
+
+
+def test_a_run_has_its_experiments_name_at_services(tmp_path):
+    """As in verl, where the project is another setting of theirs."""
+    folder = tmp_path / "p" / "e"
+    for words in ([PROJECT, EXPERIMENT], [EXPERIMENT], [PROJECT]):
+        config, _ = compose("train", words)
+        assert reported_name(config, folder) == "e"
+    assert reported_name(compose("train", ["run_name=mine/e"])[0], folder) == "mine/e"

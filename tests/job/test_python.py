@@ -254,7 +254,7 @@ def test_a_mistake_in_the_data_is_one_line_with_its_row(data, message):
     [
         ([], "held_out is empty"),
         ([GOOD, 3], "held_out row 1 is a int"),
-        ([{"prompt": "7"}], "held_out row 0 has no column 'answer', task row 0 has"),
+        ([GOOD, {"prompt": "7"}], "held_out row 1 has no column 'answer', held_out row 0 has"),
         (
             [{"prompt": MESSAGES, "answer": 1}],
             "held_out row 0: `prompt` is messages, that of task row 0 is text",

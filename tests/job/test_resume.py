@@ -1312,6 +1312,14 @@ def test_a_job_is_composed_once_on_its_run(begun, tmp_path, monkeypatch, capsys,
     assert "sampling.max_completion_tokens changes from 64 to 50" in capsys.readouterr().out
 
 
+def test_a_run_of_verls_words_is_resumed_from_its_path(begun):
+    (begun / "checkpoints" / "20").mkdir(parents=True)
+    path = f"trainer.resume_from_path={begun}/checkpoints/20"
+    config, _ = config_for_resume(Config, ["trainer.resume_mode=resume_path", path])
+    assert (config.resume, config.sampling.max_prompt_tokens) == (str(begun), 100)
+    assert config_for_resume(Config, [path])[0].resume == ""  # as verl, whose mode is auto
+
+
 def test_a_new_run_says_where_an_unfinished_one_of_its_settings_is(
     stopped, tmp_path, monkeypatch, capsys
 ):

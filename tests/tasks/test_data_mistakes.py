@@ -415,6 +415,39 @@ def test_training_rows_are_evaluated_on_where_that_is_asked_for(tmp_path: Path) 
         rows_task(GOOD, "test")
 
 
+def test_rows_to_evaluate_on_may_have_other_columns(tmp_path: Path) -> None:
+    """As in verl, whose two files are read apart from each other."""
+    train, val = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
+    train.write_bytes(lines(*({**row, "level": 2} for row in GOOD)))
+    rows = [{"prompt": "6?", "answer": 6, "difficulty": 1}, {"prompt": "7?", "answer": 7}]
+    val.write_bytes(lines(rows[0]))
+    from_files = load(train, eval_split=str(val))
+    from_python = rows_task([{**row, "level": 2} for row in GOOD], rows[:1])
+    for task in (from_files, from_python):
+        assert task.train[0].columns == {"answer": 0, "level": 2}
+        [example] = task.evaluations["held_out"]
+        assert example.columns == {"answer": 6, "difficulty": 1, "level": None}
+        assert any("no column level, which training rows have" in note for note in task.notes)
+    # Within one of the two they may not differ.
+    val.write_bytes(lines(*rows))
+    with pytest.raises(ShoalError, match=r"val.jsonl, line 2 has no column 'difficulty', .*line 1"):
+        load(train, eval_split=str(val))
+    val.write_bytes(lines({"prompt": "6?", "completions": 1}))
+    with pytest.raises(ShoalError, match="a column cannot be called 'completions'"):
+        load(train, eval_split=str(val))
+
+
+def test_pandas_index_is_no_column(tmp_path: Path) -> None:
+    train, val = tmp_path / "train.parquet", tmp_path / "val.parquet"
+    table = pyarrow.Table.from_pylist(GOOD)
+    pyarrow.parquet.write_table(table, train)
+    indexed = table.slice(0, 1).append_column("__index_level_0__", pyarrow.array([7]))
+    pyarrow.parquet.write_table(indexed, val)
+    task = load(train, eval_split=str(val))
+    assert [example.columns for example in task.evaluations["held_out"]] == [{"answer": 0}]
+    assert {tuple(example.columns) for example in task.train} == {("answer",)}
+
+
 def test_only_a_run_says_that_it_trains_on_what_it_evaluates_on(tmp_path: Path) -> None:
     """`shoal eval` of a run with task.path=TEST, which the run's task.eval_split names too."""
     file = tmp_path / "test.jsonl"

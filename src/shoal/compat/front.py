@@ -246,6 +246,8 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
         elif has_default and use.text.lower() in NOTHING:
             effect = draft.add_effect([use], meaning="it stays at its default")
             effect.flags = {use.name: use.text or "empty"}
+        elif flag.as_here and use.text == flag.as_here:
+            draft.add_effect([use], flag.meaning)
         elif flag.group or flag.rule:
             # With both, rules before its own read the keys that the group sets.
             if flag.group:

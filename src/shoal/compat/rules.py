@@ -35,6 +35,7 @@ from shoal.config.train import samples_for_pass_k
 from shoal.files import offline
 from shoal.records import ShoalError
 from shoal.runs.layout import LAST, is_run, last_run
+from shoal.runs.reader import read_requested
 from shoal.stop import NotHere
 from shoal.tasks.custom import given_task
 from shoal.tasks.task import Task, load_by_name
@@ -325,11 +326,16 @@ def verl_micro_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Senten
     return _micro_tokens(max(to_int(name, text) for name, text in given.items()), get)
 
 
+VERL_MINI_BATCH = 256
+"""verl's default of ppo_mini_batch_size."""
+
+
 def verl_mini_batches(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
-    """Converts verl's ppo_mini_batch_size, the prompts of an update, to algorithm.num_minibatches;
-    if a step has fewer prompts, it is one update. In fully_async_policy a step has require_batches
-    updates, which also gives batch.prompts_per_step. ShoalError if ppo_mini_batch_size does not
-    divide the prompts of a step or is missing, or if the prompts are 0 without require_batches."""
+    """Converts verl's ppo_mini_batch_size, the prompts of an update, to algorithm.num_minibatches.
+    In fully_async_policy a step has require_batches updates, which also gives
+    batch.prompts_per_step. ShoalError if ppo_mini_batch_size does not divide the prompts of a step,
+    is more than these or is missing, or if the prompts are 0 without require_batches. A step of
+    fewer prompts than verl's default, which recipe=verl sets, is one update."""
     named = last_part(given)
     if "ppo_mini_batch_size" not in named:
         raise ShoalError(
@@ -349,7 +355,13 @@ def verl_mini_batches(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sente
         raise ShoalError(
             "data.train_batch_size=0 needs async_training.require_batches, the updates of a step"
         )
-    size = min(size, prompts)
+    if size == VERL_MINI_BATCH:
+        size = min(size, prompts)
+    if size > prompts:
+        raise ShoalError(
+            f"{name}={text}: expected at most batch.prompts_per_step={prompts} (in verl "
+            f"data.train_batch_size), the prompts of a step; {prompts} is one update a step"
+        )
     if prompts % size:
         raise ShoalError(f"{name}={text}: expected a divisor of batch.prompts_per_step={prompts}")
     values["algorithm.num_minibatches"] = str(prompts // size)
@@ -714,6 +726,12 @@ def trl_resume(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         return {}, sentence
     if text.lower() == "true":
         return {"resume": LAST}, ""
+    return {"resume": _run_to_resume(name, text)}, ""
+
+
+def _run_to_resume(name: str, text: str) -> str:
+    """Returns the path of the run that `text`, the value of the flag `name`, is or is a checkpoint
+    of; `text` itself if it is in no run. ShoalError if the checkpoint is not the run's newest."""
     path = Path(text).expanduser()
     run = path
     for folder in (path, *path.parents[:2]):  # a checkpoint is RUN/checkpoints/STEP
@@ -734,7 +752,107 @@ def trl_resume(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
                 f"its newest one, resume={run}; a new run begins with the weights of another, "
                 f"model={own}"
             )
-    return {"resume": str(run)}, ""
+    return str(run)
+
+
+def verl_run_folder(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts verl's names of a run to base_output_directory and run_name, and the project's to
+    report.wandb.project. There the run's folder is default_local_dir, by default
+    checkpoints/PROJECT/EXPERIMENT, so here:
+
+        default_local_dir=D/EXPERIMENT    base_output_directory=D, run_name=EXPERIMENT
+        default_local_dir=D               base_output_directory=D, run_name=EXPERIMENT
+        neither                           run_name=PROJECT/EXPERIMENT
+
+    A run that was begun before this rule, in D/EXPERIMENT/EXPERIMENT or, with the same project,
+    without PROJECT/, goes on where it is. What is not given is not set."""
+    named = last_part(given)
+    project = named.get("project_name", "")
+    experiment = named.get("experiment_name", "")
+    directory = named.get("default_local_dir", "")
+    values = {}
+    if project:
+        values["report.wandb.project"] = project
+    if directory:
+        values["base_output_directory"] = directory
+    if not experiment:
+        return values, ""
+    # Each is the directory of runs and the run's name in it.
+    if directory:
+        before = (directory, experiment)
+        now = (_folder_above(directory, experiment) or directory, experiment)
+    else:
+        base = get("base_output_directory")
+        before = (base, experiment)
+        now = (base, f"{project}/{experiment}" if project else experiment)
+    old = Path(*before).expanduser()
+    new = Path(*now).expanduser()
+    chosen = now
+    sentence = ""
+    if old != new and _is_of_project(old, project) and not is_run(new):
+        chosen = before
+        sentence = f"the run that was begun in {old} goes on there; a new one is in {new}"
+    base, values["run_name"] = chosen
+    if directory:
+        values["base_output_directory"] = base
+    return values, sentence
+
+
+def _folder_above(directory: str, name: str) -> str:
+    """Returns the folder that holds `directory` if this ends with `name`, `.` for the working
+    folder; '' if it ends otherwise, or is a bucket alone.
+
+    >>> _folder_above("checkpoints/mine/first/", "first"), _folder_above("first", "first")
+    ('checkpoints/mine', '.')
+    """
+    directory = directory.rstrip("/")
+    if directory == name:
+        return "."
+    if not directory.endswith(f"/{name}"):
+        return ""
+    above = directory.removesuffix(f"/{name}")
+    if above.endswith(":/"):  # gs://BUCKET
+        return ""
+    return above or "/"
+
+
+def _is_of_project(folder: Path, project: str) -> bool:
+    """True if a folder is a run's that has this project's name, or any if `project` is ''."""
+    if not is_run(folder):
+        return False
+    try:
+        stored = read_requested(folder)
+    except ShoalError:  # settings of another version
+        return False
+    return project in ("", stored.report.wandb.project)
+
+
+VERL_RESUME_MODES = ("auto", "disable", "resume_path")
+
+
+def verl_resume(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts how a run of verl is resumed, other than by `auto`, which is what a run_name means
+    here. `resume_path`: resume_from_path, a run or the newest checkpoint of one, becomes `resume`.
+    `disable` is a new run: ShoalError if its folder holds one, which verl would overwrite."""
+    named = last_part(given)
+    mode = named.get("resume_mode", "auto")  # not given, or auto
+    value_of_option("trainer.resume_mode", mode, dict.fromkeys(VERL_RESUME_MODES))
+    path = named.get("resume_from_path", "")
+    if mode == "resume_path":
+        if not path:
+            raise ShoalError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
+        return {"resume": _run_to_resume("trainer.resume_from_path", path)}, ""
+    run_name = get("run_name")
+    folder = Path(get("base_output_directory")).expanduser() / run_name
+    if mode == "disable" and run_name and is_run(folder):
+        raise ShoalError(
+            f"trainer.resume_mode=disable: {folder} holds a run, which a new one does not "
+            "overwrite: give another trainer.experiment_name, remove the folder, or continue "
+            "the run by trainer.resume_mode=auto"
+        )
+    if path:
+        return {}, "trainer.resume_from_path counts only with trainer.resume_mode=resume_path"
+    return {}, "the run is a new one; an error if its folder has one"
 
 
 MOST_MEASURED = 50_000
@@ -770,17 +888,24 @@ def _training_rows(get: GetValue) -> _Rows | None:
     if task is None:
         return None
     number = len(task.train)
-    if get("sampling.long_prompts") == "error":
-        return _Rows(number, place)
-    left = _num_short_rows(task, get)
+    left: int | None = number
     limit = get("sampling.max_prompt_tokens")
+    dropped = []
+    if get("sampling.long_prompts") != "error":
+        left = _num_short_rows(task, get)
     if left is None:
-        unknown = f"those with more than sampling.max_prompt_tokens={limit} tokens included"
-        return _Rows(number, place, unknown)
-    if left == number:
-        return _Rows(number, place)
-    dropped = f"{number - left:,} of {number:,} are dropped by sampling.max_prompt_tokens={limit}"
-    return _Rows(left, place, dropped)
+        dropped.append(f"those with more than sampling.max_prompt_tokens={limit} tokens included")
+    elif left < number:
+        dropped.append(
+            f"{number - left:,} of {number:,} are dropped by sampling.max_prompt_tokens={limit}"
+        )
+    held_out = task.data.dropped_as_held_out
+    if held_out:
+        dropped.append(
+            f"{held_out:,} more are left out, since rows to evaluate on have their prompt; no key "
+            "keeps them"
+        )
+    return _Rows(number if left is None else left, place, "; ".join(dropped))
 
 
 def _num_short_rows(task: Task, get: GetValue) -> int | None:
@@ -950,29 +1075,6 @@ def verl_warmup(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     if each > 1:
         sentence += f", each of {each} updates"
     return {"optimizer.warmup_steps": str(steps * each)}, sentence
-
-
-def verl_resume_mode(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
-    """Checks verl's resume_mode. Sets nothing: here the same run_name resumes a run, which is
-    `auto`. `disable` is a ShoalError if the folder has a run of that name already, because it would
-    go on; so is `resume_path`, and any other text."""
-    name, text = last_of(given)
-    mode = value_of_option(name, text, {one: one for one in ("auto", "disable", "resume_path")})
-    if mode == "resume_path":
-        raise ShoalError(f"{name}={text}: give resume=FOLDER, a run or a checkpoint of one")
-    run_name = get("run_name")
-    if mode == "auto":
-        sentence = (
-            "the same run_name or resume=FOLDER resumes a run; a new one needs another run_name"
-        )
-        return {}, sentence
-    folder = get("base_output_directory")
-    if run_name and is_run(Path(folder).expanduser() / run_name):
-        raise ShoalError(
-            f"{name}={text}: {folder} has a run of the name {run_name}, which would go on; another "
-            "trainer.experiment_name (run_name) begins a new one"
-        )
-    return {}, "the run is a new one"
 
 
 def verl_validation(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
@@ -1262,11 +1364,13 @@ def verl_gen_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
     return {}, "the prompts of a step are asked for one by one"
 
 
-CHECKS: tuple[Rule, ...] = (verl_critic, verl_reward_manager, verl_gen_batch, verl_resume_mode)
+CHECKS: tuple[Rule, ...] = (verl_critic, verl_reward_manager, verl_gen_batch)
 """The rules that check flags which set no key: each is called whatever sets the keys of its
 flags."""
 
 RULES: tuple[Rule, ...] = (
+    verl_run_folder,
+    verl_resume,
     maxtext_lengths,
     maxtext_devices,
     maxtext_pathways,
@@ -1304,7 +1408,6 @@ RULES: tuple[Rule, ...] = (
     trl_shuffle,
     verl_reward_manager,
     verl_gen_batch,
-    verl_resume_mode,
 )
 """All rules, in the order in which they are applied: each after the rules that set the keys which
 it reads."""

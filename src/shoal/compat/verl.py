@@ -79,9 +79,6 @@ FLAGS: list[Flag] = [
         algorithm__gdpo_reward_weights="reward.weights",
         algorithm__gamma="algorithm.discount",
         trainer__total_training_steps="steps",
-        trainer__project_name="report.wandb.project",
-        trainer__experiment_name="run_name",
-        trainer__default_local_dir="base_output_directory",
         data__seed="seed",
     ),
     *[
@@ -98,6 +95,40 @@ FLAGS: list[Flag] = [
             ("tau_neg", "algorithm.sapo_negative"),
         )
     ],
+    *derived(
+        rules.verl_run_folder,
+        "report.wandb.project run_name",
+        "the run is project_name/experiment_name under base_output_directory, unless "
+        "default_local_dir is given",
+        _T + "project_name",
+    ),
+    *derived(
+        rules.verl_run_folder,
+        "run_name",
+        "with project_name and without default_local_dir: project_name/experiment_name",
+        _T + "experiment_name",
+    ),
+    *derived(
+        rules.verl_run_folder,
+        "base_output_directory",
+        "if it ends with experiment_name it is the run's folder itself, else that of runs: "
+        "default_local_dir/experiment_name",
+        _T + "default_local_dir",
+    ),
+    *derived(
+        rules.verl_resume,
+        "resume",
+        "auto: the same script goes on with its run, if there is one; disable: a new run, an error "
+        "if its folder has one; resume_path: the run of resume_from_path",
+        _T + "resume_mode",
+        as_here="auto",
+    ),
+    *derived(
+        rules.verl_resume,
+        "resume",
+        "a run of Shoal or its newest checkpoint; counts with resume_mode=resume_path",
+        _T + "resume_from_path",
+    ),
     reads(
         _T + "remove_previous_ckpt_in_save",
         "checkpoint.keep_last",
@@ -306,7 +337,8 @@ FLAGS: list[Flag] = [
         rules.epochs,
         "steps",
         "passes over the training rows of local files or from Python, without prompts that are too "
-        "long and dropped; for other data set steps",
+        "long and dropped, and without those that val_files have too (verl trains on them; no key "
+        "keeps them here); for other data set steps",
         _T + "total_epochs",
         low_priority=True,
     ),
@@ -687,14 +719,6 @@ FLAGS: list[Flag] = [
     ),
     *refused("a run's length is in steps; to evaluate only, use `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
-    *refused("give resume=FOLDER", _T + "resume_from_path"),
-    *derived(
-        rules.verl_resume_mode,
-        "",
-        "auto: the same run_name resumes a run; disable: an error if a run has that name; for "
-        "resume_path give resume=FOLDER",
-        _T + "resume_mode",
-    ),
     *only("training samples, it is never greedy", "true", names=_R + "do_sample"),
     *refused("a completion ends where the model ends it", _R + "ignore_eos"),
     *refused("every sampled prompt is trained on", _R + "over_sample_rate"),

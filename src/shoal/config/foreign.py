@@ -84,6 +84,7 @@ class Flag:
     refused: bool = False  # True if the flag is an error, unless its text is in `accepts`
     accepts: tuple[str, ...] = OFF  # with `refused`: texts that are no error
     expected: str = ""  # with `refused`: what the error says that Shoal expects
+    as_here: str = ""  # with `rule`: the text that asks for what happens here without the flag
     is_mapping: bool = False  # True if its entries may be given one by one, as `name.entry=value`
     item: Callable[[str], str] | None = None  # for a renamed list: converts each item
     is_switch: bool = False  # True if `--name` without a value means true

@@ -332,6 +332,13 @@ def write_labels(job: Job, folder: RunWriter) -> None:
         write_notes(folder.path, labels)
 
 
+def reported_name(config: Config, folder: Path) -> str:
+    """Returns the name of a run at Weights & Biases and other services: its run_name, without the
+    project where that is PROJECT/NAME; without a run_name the name of its folder."""
+    name = config.run_name.removeprefix(f"{config.report.wandb.project}/")
+    return name or folder.name
+
+
 def open_recorder(
     job: Job, folder: RunWriter, source: RolloutSource, first_version: int
 ) -> Recorder:
@@ -345,7 +352,7 @@ def open_recorder(
             folder=folder.path,
             section=config.report,
             config=to_dict(config),
-            run_name=config.run_name or folder.path.name,
+            run_name=reported_name(config, folder.path),
             # None: a new run
             resumed_at=first_version if job.resumed else None,
             note=job.console.note,

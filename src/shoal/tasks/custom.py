@@ -288,10 +288,23 @@ def _rows_of_columns(columns: Mapping[Any, Any], name: str) -> list[dict[str, An
 
 def task_of_examples(splits: Splits, maker: ExampleMaker, correct: Correct | None = None) -> Task:
     """Returns the task whose examples are in `splits`, which `maker` made. Drops training rows
-    whose prompt is also held out. Adds notes on prompts from `messages`, prompts that end with an
-    assistant's message, unknown roles and empty answers. Changes `splits`. `correct` decides
-    whether a completion's text is right; without it there is no accuracy."""
+    whose prompt is also held out, and gives rows to evaluate on None for columns that only training
+    rows have, so that a reward function can be called alike. Adds notes on prompts from `messages`,
+    prompts that end with an assistant's message, unknown roles and empty answers. Changes `splits`.
+    `correct` decides whether a completion's text is right; without it there is no accuracy."""
     splits.drop_held_out(prompt_key, "prompt")
+    if splits.train and splits.held_out:
+        missing = splits.train[0].columns.keys() - splits.held_out[0].columns.keys()
+        if missing:
+            nothing = dict.fromkeys(sorted(missing))
+            splits.notes.append(
+                f"{splits.task}: the rows to evaluate on have no column {', '.join(nothing)}, "
+                "which training rows have: it is None for them"
+            )
+            splits.held_out = [
+                replace(example, columns={**example.columns, **nothing})
+                for example in splits.held_out
+            ]
     if maker.from_messages:
         splits.notes.append(
             f"{splits.task}: the prompts are the column `messages`, without the assistant's last "

@@ -7,6 +7,7 @@ All other columns are passed to the reward functions, as in TRL and verl.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping
 from json import JSONEncoder
@@ -26,6 +27,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 """Roles of messages that chat templates write: of OpenAI's API, and Llama's for a tool."""
 
 
+_INDEX = re.compile(r"__index_level_\d+__")
+"""Columns in which pandas stores the index of a table: row numbers, not data."""
+
+
 _PLAIN = (str, int, bool, type(None))
 
 
@@ -33,24 +38,29 @@ _ENCODER = JSONEncoder(sort_keys=True, default=str)
 
 
 class ExampleMaker:
-    """Makes an example of each row with `prompt` or `messages`. Raises ShoalError if a row cannot
-    be used, or has another form of prompt or other columns than the first row."""
+    """Makes an example of each row with `prompt` or `messages`, first of the training rows, then of
+    those to evaluate on. Raises ShoalError if a row cannot be used, or has another form of prompt
+    than the first row, or other columns than the first row of its split."""
 
     def __init__(self) -> None:
-        """The first row that is passed decides the form of prompts and the columns of all rows."""
         self.num_continued = 0  # prompts that end with an assistant's message
         self.roles = UnknownRoles()
         self.from_messages = False
-        self._first: tuple[Example, str] | None = None  # the first example and its place
+        # Examples with their places: the first of all, which decides the form of prompts, and the
+        # first of the split, which decides the columns of its rows.
+        self._first: tuple[Example, str] | None = None
+        self._first_of_split: tuple[Example, str] | None = None
 
     def __call__(self, number: int, place: str, row: Any) -> Example:
         """Returns the example of a row. Counts prompts that end with an assistant's message, and
-        collects unknown roles. `number` is the row's number, `place` a text like `FILE, line 3`.
-        ShoalError if the row has no usable prompt, or another form of prompt (text, messages) or
-        other columns than the first row."""
+        collects unknown roles. `number` is the row's number in its split, from 0; `place` a text
+        like `FILE, line 3`. ShoalError if the row has no usable prompt, or another form of prompt
+        (text, messages) than the first row, or other columns than the first of its split."""
         example = example_of(number, place, row)
-        if self._first is None:
+        if number == 0 or self._first_of_split is None:
             _check_names(example, place)
+            self._first_of_split = (example, place)
+        if self._first is None:
             self._first = (example, place)
             self.from_messages = "prompt" not in row
         first, first_place = self._first
@@ -61,6 +71,7 @@ class ExampleMaker:
                 f"{place}: `prompt` is {form}, that of {first_place} is {first_form}: make all "
                 "prompts of one kind"
             )
+        first, first_place = self._first_of_split
         if example.columns.keys() != first.columns.keys():
             _check_names(example, place)
             column = min(example.columns.keys() ^ first.columns.keys())
@@ -109,9 +120,9 @@ class UnknownRoles:
 
 def example_of(number: int, place: str, row: Any) -> Example:
     """Returns the example of a row: its prompt is the column `prompt`, else `messages` without a
-    final answer; all columns but `prompt` (also `messages`) become the example's columns, with
-    their values in Python's types. ShoalError, which names the place, if the row has no usable
-    prompt."""
+    final answer; all columns but `prompt` (also `messages`) and pandas' index become the example's
+    columns, with their values in Python's types. ShoalError, which names the place, if the row has
+    no usable prompt."""
     if not isinstance(row, Mapping):
         raise ShoalError(
             f"{place} is a {type(row).__name__}: expected a dict with `prompt` and the reward's "
@@ -123,7 +134,11 @@ def example_of(number: int, place: str, row: Any) -> Example:
             "rename the column that holds the text to `prompt`, or the one that holds messages to "
             "`messages`"
         )
-    columns = {column: _plain(value) for column, value in row.items() if column != "prompt"}
+    columns = {}
+    for column, value in row.items():
+        is_index = isinstance(column, str) and _INDEX.fullmatch(column)
+        if column != "prompt" and not is_index:
+            columns[column] = _plain(value)
     if "prompt" in row:
         prompt = row["prompt"]
     else:

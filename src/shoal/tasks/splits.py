@@ -22,7 +22,7 @@ from shoal.files import find_input, within
 from shoal.records import Example, ShoalError
 from shoal.tasks.data_files import read_file
 from shoal.tasks.data_folder import Published, fetch_folder, named_files, open_folder
-from shoal.tasks.task import DataReport, Task
+from shoal.tasks.task import HELD_OUT_TOO, DataReport, Task
 from shoal.text import did_you_mean
 
 ASSETS = Path(__file__).parents[1] / "assets" / "data"
@@ -215,7 +215,7 @@ class Splits:
                 f"task {self.task}: every training {noun} is held out too: give other data, or "
                 f"evaluate on the rows that are trained on, {self.on_purpose}"
             )
-        self._drop(kept, f"{noun} held out too")
+        self._drop(kept, f"{noun} {HELD_OUT_TOO}")
 
     def _drop(self, kept: list[Any], reason: str) -> None:
         """Replaces the training rows by `kept`. The report counts the dropped rows under the

@@ -41,6 +41,10 @@ TASKS = {
 RewardSection)`."""
 
 
+HELD_OUT_TOO = "held out too"
+"""Ends the reason in `DataReport.dropped` for training rows that are evaluated on."""
+
+
 @dataclass(frozen=True)
 class DataReport:
     """What was read for a task: the files with their numbers of rows, and which training rows were
@@ -57,6 +61,13 @@ class DataReport:
     """File -> rows to evaluate on; a file may be in both."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Reason -> training rows left out."""
+
+    @property
+    def dropped_as_held_out(self) -> int:
+        """Number of training rows left out because rows to evaluate on have their question."""
+        return sum(
+            number for reason, number in self.dropped.items() if reason.endswith(HELD_OUT_TOO)
+        )
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def main() -> None:
     product_seconds(matrix)
     alone, slowed, loop, thread, count, size = product_seconds(matrix), [], [], [], 0, 0
     clock = SimpleNamespace(
-        logged={}, failures=[], tokens=options.tokens, sample_seconds=1.0, reward_seconds=0.0
+        failures=[], tokens=options.tokens, sample_seconds=1.0, reward_seconds=0.0
     )
     with tempfile.TemporaryDirectory() as folder, RunWriter(Path(folder)) as run:
         recorder = Recorder(

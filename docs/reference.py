@@ -142,6 +142,10 @@ The column *reduction* says how values become one figure for a step:
 * **sum**, **min**, **max**: over all items of the step;
 * **last**: the value at the end of the step.
 
+Figures of groups, rewards, completions and updates are of the groups that the step trains on.
+Groups that dynamic sampling discarded are counted in `groups/discarded`, and their work only where
+work is counted: in `tokens/sampled`, `rewards/failed`, times, speeds and the sampler's counters.
+
 A metric that was not measured in a step is absent, not zero: `kl` without a reference, `mfu` on a
 device with an unknown peak rate, a reward function that scored nothing. Metrics marked ⏱ depend on
 the machine; a resumed run repeats all others bit for bit.

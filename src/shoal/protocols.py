@@ -88,7 +88,7 @@ class GroupRequest:
 
 @dataclass
 class RolloutStats:
-    """Seconds, tokens, reward failures and metrics of a `RolloutSource`, counted since the previous
+    """Seconds, tokens and reward failures of a `RolloutSource`, counted since the previous
     `read_stats`."""
 
     sample_seconds: float = 0.0
@@ -100,8 +100,6 @@ class RolloutStats:
     # what the hosts' engines counted, including completions that were lost or dropped:
     # `HostProgress.counters`
     counters: Counter[str] = field(default_factory=Counter)
-    # values that reward functions logged with log_metric, by name
-    logged: dict[str, list[float]] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     unchanged: int = 0  # number of publications whose weights equal those of the publication before
     publish: dict[str, float] = field(

@@ -354,6 +354,9 @@ class Group:
     # float64[number of turns] of each completion: its reward by the turns that earned it, which add
     # up to it; () if no function judged by turn, so that the last turn has all of it
     turn_rewards: tuple[np.ndarray, ...] = ()
+    # values that reward functions gave to `log_metric` when they judged the group, by name; not
+    # stored with the group
+    logged: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def size(self) -> int:

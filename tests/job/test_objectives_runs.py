@@ -54,9 +54,14 @@ def choosy(workshop):
     the others."""
     file = workshop.folder / "choosy.py"
     file.write_text("""\
-def choosy(completions, answer, **kwargs):
+def choosy(completions, answer, log_metric, **kwargs):
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-    return [sum(map(ord, text)) % 3 if int(gold) % 2 else 1.0 for text, gold in zip(texts, answer)]
+    rewards = [
+        sum(map(ord, text)) % 3 if int(gold) % 2 else 1.0 for text, gold in zip(texts, answer)
+    ]
+    for reward in rewards:
+        log_metric("own", reward)
+    return rewards
 """)
     return (
         f"reward={file}:choosy",
@@ -84,6 +89,8 @@ def test_groups_without_variance_are_replaced(workshop, choosy):
         for group in stored:
             assert len({c["reward"] for c in group["completions"]}) > 1
         assert row["groups/nonzero_std"] == 1.0
+        # Both are means over the groups that the step trains on.
+        assert row["rewards/logged/own"] == pytest.approx(row["rewards/choosy"])
     assert sum(row["groups/discarded"] for row in metrics(run)) >= 3
     plain = workshop.train("not-dynamic", *choosy, "algorithm.dynamic_sampling=false")
     assert any(row["groups/nonzero_std"] < 1 for row in metrics(plain))
@@ -136,7 +143,7 @@ def test_a_failure_in_a_further_round_loses_nothing(workshop, choosy, capsys):
     file = workshop.folder / "tired.py"
     text = (workshop.folder / "choosy.py").read_text()
     file.write_text(
-        text.replace("answer, **kwargs", "answer, trainer_state, **kwargs").replace(
+        text.replace("log_metric, **kwargs", "log_metric, trainer_state, **kwargs").replace(
             "    texts",
             """    import os
     flag = os.environ["SHOAL_TEST_FOLDER"] + f"/{trainer_state.global_step}-"

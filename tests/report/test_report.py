@@ -10,6 +10,7 @@ import math
 import re
 import time
 from collections import Counter
+from contextlib import closing
 from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
@@ -678,6 +679,47 @@ def test_a_run_that_is_resumed_at_another_price_keeps_what_it_cost(tmp_path):
         assert unpriced._summary(0).cost is None
         for each in (first, second, third, unpriced):
             each.close()
+
+
+def recorded_metrics(folder: RunWriter, **record) -> dict[str, float]:
+    """The metrics of a step with these fields of its record."""
+    metrics = MetricSet()
+    for name in ("tokens/trained", "time/update_seconds"):
+        metrics.add(name, 0)
+    recorder = Recorder(
+        folder,
+        Console(io.StringIO()),
+        1,
+        True,
+        lambda _: RolloutStats(tokens=8),
+        lambda: 0,
+        lambda: 0,
+    )
+    with closing(recorder):
+        groups = record["groups"]
+        advantages = np.zeros((len(groups), 2))
+        return recorder.step(
+            StepRecord(
+                step=0,
+                advantages=advantages,
+                nonzero_std=np.ones(len(groups)),
+                logprobs={},
+                metrics=metrics,
+                seconds=1.0,
+                **record,
+            )
+        )
+
+
+def test_what_functions_logged_is_averaged_over_the_groups_of_the_step(tmp_path):
+    """Like the rewards themselves, and not over groups, which may have logged more or less."""
+    groups = [
+        make_group(logged={"own": [1.0, 2.0], "other": [5.0]}),
+        make_group(logged={"own": [6.0]}),
+    ]
+    with RunWriter.create(tmp_path, "run") as folder:
+        metrics = recorded_metrics(folder, groups=groups)
+    assert metrics["rewards/logged/own"] == 3 and metrics["rewards/logged/other"] == 5
 
 
 def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp_path):

@@ -208,15 +208,15 @@ def test_of_fewer_questions_the_whole_interval_must_be_below():
 
 
 def answers(rewards) -> list:
-    """The greedy answers to questions 0, 1, ..., of which NaN was not scored."""
+    """Three answers to each of questions 0, 1, ..., of which NaN was not scored."""
     groups = []
     for row, reward in enumerate(rewards):
         groups.append(
             SimpleNamespace(
                 example=SimpleNamespace(row=row),
                 subset="test",
-                rewards=np.array([reward]),
-                valid=np.array([not np.isnan(reward)]),
+                rewards=np.array([reward, np.nan, reward]),
+                valid=np.array([not np.isnan(reward), False, not np.isnan(reward)]),
             )
         )
     return groups

@@ -158,7 +158,7 @@ class Recorder:
         metrics.add("prompts/dropped", record.prompts_dropped - self.prompts_dropped)
         metrics.add("prompts/retired", record.prompts_retired)
         self.prompts_dropped = record.prompts_dropped
-        self._add_rewards(metrics, stats)
+        self._add_failures(metrics, stats)
         self._account_for_step(record, stats)
         if self.mfu:
             metrics.add("mfu", self.mfu(record.groups, record.logprobs, record.seconds))
@@ -259,12 +259,9 @@ class Recorder:
         lost = stats.fleet.get("tokens_lost", 0)
         self.account.update(sampled=stats.counters["tokens"], lost=lost, **used)
 
-    def _add_rewards(self, metrics: MetricSet, stats: RolloutStats) -> None:
-        """Adds the metrics that reward functions logged, and the number of completions for which a
-        reward function or an environment failed, in all and by function. Counts all failures for
-        the summary, and warns of new ones."""
-        for name, values in stats.logged.items():
-            metrics.add(logged_name(name), sum(values), len(values))
+    def _add_failures(self, metrics: MetricSet, stats: RolloutStats) -> None:
+        """Adds the number of completions for which a reward function or an environment failed, in
+        all and by function. Counts all failures for the summary, and warns of new ones."""
         failed = [failure for failure in stats.failures if failure.completion is not None]
         metrics.add("rewards/failed", len(failed))
         for failure in failed:
@@ -596,6 +593,8 @@ def _add_group_metrics(
             for name, values in group.reward_components.items():
                 known = ~np.isnan(values)
                 metrics.add(f"rewards/{name}", values[known].sum(), known.sum())
+            for name, numbers in group.logged.items():
+                metrics.add(logged_name(name), sum(numbers), len(numbers))
         if nonzero_std is not None:
             metrics.add("groups/nonzero_std", nonzero_std.sum(), len(groups))
         # A group of one has nothing to be compared with: a critic judges it.

@@ -61,7 +61,7 @@ class Watch:
     given: set[str] = field(default_factory=set)  # names of warnings that were given already
     # name of a reward function -> [min, max, steps, completions, completions that are not 0]
     rewards: dict[str, list[float]] = field(default_factory=dict)
-    # row of the data -> reward of its greedy answer in the first evaluation; {} if there was none,
+    # row of the data -> mean reward of its answers in the first evaluation; {} if there was none,
     # or if the task has an accuracy
     first_answers: dict[int, float] = field(default_factory=dict)
 
@@ -185,12 +185,13 @@ class Watch:
         than in the first evaluation, beyond the noise of the change of each (`paired_interval`);
         else [], and [] if that was warned of before. The first call only notes the answers.
 
-        `answers`: the greedy answers of `version`, of a task that has no accuracy: of one that has,
-        `evaluation` judges that."""
+        `answers`: a group for each question, with the answers of `version`, of a task that has no
+        accuracy: of one that has, `evaluation` judges that."""
         rewards = {}
         for group in answers:
-            if group.valid[0]:
-                rewards[group.example.row] = float(group.rewards[0])
+            mean = known_mean(group.rewards[group.valid])
+            if mean is not None:
+                rewards[group.example.row] = mean
         if not self.first_answers:
             self.first_answers = rewards
             return []

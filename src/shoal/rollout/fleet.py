@@ -780,11 +780,8 @@ class Fleet:
 
 
 def _count_groups(stats: RolloutStats, entries: Sequence[PendingGroup]) -> None:
-    """Adds the groups' sampled tokens, reward failures and logged metrics to `stats`, which it
-    changes."""
+    """Adds the groups' sampled tokens and reward failures to `stats`, which it changes."""
     for entry in entries:
         stats.tokens += sum(completion.num_sampled for completion in entry.completions)
         if entry.scores is not None:
             stats.failures.extend(entry.scores.failures)
-            for name, values in entry.scores.metrics.items():
-                stats.logged.setdefault(name, []).extend(values)

@@ -63,7 +63,7 @@ class PendingGroup:
     completions: Sequence[Completion] = ()
     texts: Sequence[str] = ()
     group: Group | None = None
-    # the scores, whose failures and logged metrics are counted when the group is taken
+    # the scores, whose failures are counted when the group is taken
     scores: Scores | None = None
 
     @property
@@ -380,9 +380,9 @@ class GroupRewards:
             if failures:
                 scores = with_failed_environments(scores, failures, self.on_error)
             entry.scores = scores
-            entry.group = make_group(
-                self.task, entry.request, entry.completions, entry.texts, scores
-            )
+            group = make_group(self.task, entry.request, entry.completions, entry.texts, scores)
+            # `scores` are of this group alone.
+            entry.group = replace(group, logged=scores.metrics)
 
 
 class RolloutState(enum.StrEnum):

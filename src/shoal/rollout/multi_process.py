@@ -195,8 +195,6 @@ class MultiProcessSource:
         total.tokens += stats["tokens"]
         total.counters.update(stats["counters"])
         total.failures += stats["failures"]
-        for name, values in stats["logged"].items():
-            total.logged.setdefault(name, []).extend(values)
 
     def read_stats(self, purpose: Purpose) -> RolloutStats:
         """Returns one purpose's figures of all processes that `take` has exchanged since the last
@@ -227,6 +225,7 @@ def _packed(share: Share) -> bytes:
     failures = [asdict(failure) for failure in share.stats["failures"]]
     head = {
         "stats": {**share.stats, "failures": failures},
+        "logged": [dict(group.logged) for group in share.groups],
         "is_stopped": share.is_stopped,
         "error": share.error,
     }
@@ -251,5 +250,6 @@ def _unpacked(data: bytes) -> Share:
     groups: list[Group] = []
     if table:
         stored_groups = from_table(pa.ipc.open_stream(table).read_all())
-        groups = [stored.group for stored in stored_groups]
+        for stored, logged in zip(stored_groups, head["logged"], strict=True):
+            groups.append(replace(stored.group, logged=logged))  # which the table lacks
     return Share(groups, {**head["stats"], "failures": failures}, head["is_stopped"], head["error"])

@@ -45,7 +45,8 @@ rewards/failed | completions | sum | completions for which a reward function or 
 failed
 rewards/failed/{function} | completions | sum | the same for one function, or `environment`; \
 absent if there were none
-rewards/logged/{name} | as logged | mean | what a reward function passed to log_metric
+rewards/logged/{name} | as logged | mean | what a reward function passed to log_metric, for \
+the groups of the step
 groups/nonzero_std | share | mean | groups whose rewards differ; the others have advantage 0; \
 absent with a critic, which learns from every group
 groups/discarded | groups | sum | groups sampled and replaced by dynamic sampling \

@@ -305,9 +305,10 @@ def before_after(
             # row[0] is a title such as "held_out mean reward (greedy, 500 questions)"
             data_set, figure, *_ = row[0].replace("mean reward", "mean_reward").split()
             name = f"evaluate/{data_set}/{figure}"
-            change = accuracy_change(curves.get(name, {}))
-            if change is None and name == main_figure:
+            if name == main_figure and figure == "mean_reward":
                 change = paired
+            else:
+                change = accuracy_change(curves.get(name, {}))
             cells: list[Any] = list(row)
             cells.append(change.sign if change else 0)
             rows.append(cells)

@@ -1002,6 +1002,59 @@ def cheating(step: int) -> list[Any]:
     return result
 
 
+def test_discarded_groups_are_a_set_of_their_own(tmp_path, capsys):
+    """What the page says of training is said without them, as no update used them."""
+    paths = [write_run(tmp_path / name, 6) for name in ("plain", "dynamic")]
+    with RunWriter(paths[1]) as folder:
+        for step in range(6):
+            replaced = [stored_group(step, row, [0.1] * 4) for row in (step % 3, 40 + step)]
+            folder.write_groups(step + 1, replaced, discarded=True)
+    viewer = opened(*paths)
+    try:
+        asked = {one["name"]: one for one in viewer.answer("runs", {})["runs"]}
+        assert not asked["plain"]["discarded"] and asked["dynamic"]["discarded"]
+        for name in ("train", "held_out"):
+            [plain, dynamic] = [rows(viewer, run, filter=f"set={name}") for run in asked]
+            assert plain == dynamic
+        of_discarded = rows(viewer, "dynamic", filter="set=discarded")
+        assert len(of_discarded) == 12 and not rows(viewer, "plain", filter="set=discarded")
+        assert {row["advantage"] for row in of_discarded} == {None}
+        assert {row["staleness"] for row in of_discarded} == {0}
+        [plain, dynamic] = [viewer.answer("lint", {"run": run})["findings"] for run in asked]
+        assert plain == dynamic
+        [plain, dynamic] = [viewer.answer("overview", {"run": run})["verdict"] for run in asked]
+        assert plain == dynamic
+        group = {"run": "dynamic", "file": "discarded_000002", "group": "1"}
+        found = viewer.answer("group", group)
+        assert (found["set"], found["row"], found["step"]) == ("discarded", 41, 2)
+        assert (found["previous_file"], found["next_file"]) == (
+            "discarded_000001",
+            "discarded_000003",
+        )
+        # A prompt of training has both kinds, by step.
+        for name in ("train", "discarded"):
+            prompt = viewer.answer("prompt", {"run": "dynamic", "set": name, "row": "0"})
+            assert [(one["step"], one["set"]) for one in prompt["groups"]] == [
+                (1, "discarded"),
+                (1, "train"),
+                (4, "discarded"),
+                (4, "train"),
+            ]
+        shared = viewer.answer("shared", {"run": "plain", "other": "dynamic"})
+        assert shared["total"] == 2  # the questions of the evaluation
+    finally:
+        viewer.close()
+    run = str(paths[1])
+    assert cli.main(["groups", run, "step=2", "filter=set=discarded", "json=true"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [group["subset"] for group in told["groups"]] == ["discarded"] * 2
+    assert cli.main(["groups", run, "step=2", "filter=set=discarded"]) == 0
+    assert "step 2, group 1 of discarded: row 41" in capsys.readouterr().out
+    assert cli.main(["groups", run, "step=2", "json=true"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [group["subset"] for group in told["groups"]] == ["train"] * 2
+
+
 def test_lint_finds_what_is_wrong_and_links_to_it(tmp_path):
     viewer = opened(write_run(tmp_path / "cheat", 10, cheating))
     try:

@@ -16,7 +16,10 @@ from small import logits_program, roles
 from tiny_models import write_model_with_tokenizer
 from tiny_runs import PROGRAMS_OF_TWO, groups, metrics, parameters_of, same_bits
 
+import shoal
 from shoal import cli
+from shoal.commands.replay import replay
+from shoal.config.commands import ReplayConfig
 from shoal.config.sections.model import ModelSection
 from shoal.runs.metrics import is_clock
 from shoal.weights.source import open_model
@@ -91,7 +94,17 @@ def test_groups_without_variance_are_replaced(workshop, choosy):
         assert row["groups/nonzero_std"] == 1.0
         # Both are means over the groups that the step trains on.
         assert row["rewards/logged/own"] == pytest.approx(row["rewards/choosy"])
+        # Those that were replaced are stored, too, and told apart.
+        discarded = shoal.load_run(run).groups(number, discarded=True)
+        assert len(discarded) == row["groups/discarded"]
+        for entry in discarded:
+            assert entry.discarded and entry.advantages is None
+            assert not any(entry.token_arrays)
+            assert entry.group.example.row not in {group["row"] for group in stored}
     assert sum(row["groups/discarded"] for row in metrics(run)) >= 3
+    # Noise has the same address, whatever became of the group.
+    again = ReplayConfig(run=str(run), step=1, group=0)
+    assert replay(again, name="discarded")["identical"]
     plain = workshop.train("not-dynamic", *choosy, "algorithm.dynamic_sampling=false")
     assert any(row["groups/nonzero_std"] < 1 for row in metrics(plain))
     for row in metrics(plain):
@@ -114,6 +127,10 @@ def test_dynamic_sampling_resumes_exactly(workshop, choosy, lag):
     (parts / "summary.json").unlink()
     assert cli.main(["train", f"resume={parts}"]) == 0
     assert numbers(parts) == numbers(whole)
+    names = sorted(path.name for path in (whole / "groups").iterdir())
+    assert any(name.startswith("discarded_") for name in names)
+    for name in names:
+        assert (parts / "groups" / name).read_bytes() == (whole / "groups" / name).read_bytes()
     tokens, again = (
         json.loads((run / "summary.json").read_text())["tokens"] for run in (whole, parts)
     )

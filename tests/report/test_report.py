@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shoal
 from shoal import files
 from shoal.protocols import RolloutStats
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
@@ -41,6 +42,7 @@ from shoal.runs.metrics import (
     METRICS,
     MetricSet,
     Reduction,
+    is_clock,
     metric,
     pass_at_k,
     wilson_interval,
@@ -720,6 +722,38 @@ def test_what_functions_logged_is_averaged_over_the_groups_of_the_step(tmp_path)
     with RunWriter.create(tmp_path, "run") as folder:
         metrics = recorded_metrics(folder, groups=groups)
     assert metrics["rewards/logged/own"] == 3 and metrics["rewards/logged/other"] == 5
+
+
+def test_discarded_groups_are_stored_and_change_no_figure_of_the_step(tmp_path):
+    kept = make_group()
+    discarded = make_group(
+        rewards=np.zeros(2), valid=np.ones(2, bool), reward_components={"correct": np.zeros(2)}
+    )
+    with RunWriter.create(tmp_path, "run") as folder:
+        folder.write_config("steps: 1", "")
+        with_discarded = recorded_metrics(folder, groups=[kept], discarded=[discarded] * 2)
+        without = recorded_metrics(folder, groups=[kept])
+        assert with_discarded.pop("groups/discarded") == 2 and without.pop("groups/discarded") == 0
+        for name, value in without.items():
+            if not is_clock(name):
+                assert with_discarded[name] == value, name
+        path = folder.path
+        result = shoal.load_run(path)
+        assert len(result.groups(1)) == 1 and result.groups(1)[0].advantages is not None
+        assert not result.groups(1)[0].discarded
+        stored = result.groups(1, discarded=True)
+        assert [entry.discarded for entry in stored] == [True] * 2
+        # Under these it is sampled again.
+        again = stored[0].group
+        assert (again.purpose, again.subset, again.step) == (Purpose.TRAIN, "train", 11)
+        assert stored[0].advantages is None and not any(stored[0].token_arrays)
+        with pytest.raises(ShoalError, match="no groups of this step; it has those of steps 1"):
+            result.groups(2, discarded=True)
+        folder.rewind(0)  # a resumed run samples step 1 again
+        assert not list(folder.groups_path.iterdir())
+        # a step in which all groups were kept
+        recorded_metrics(folder, groups=[kept])
+        assert shoal.load_run(path).groups(1, discarded=True) == []
 
 
 def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp_path):

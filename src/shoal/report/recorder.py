@@ -56,7 +56,7 @@ class StepRecord:
     seconds: float
     # by group, completion and turn; empty if advantages are of whole completions
     turn_advantages: TurnAdvantages = ()
-    num_discarded: int = 0  # number of groups that dynamic sampling replaced
+    discarded: Sequence[Group] = ()  # groups that dynamic sampling discarded; no update used them
     prompts_dropped: int = 0  # number since the run began
     prompts_retired: int = 0
 
@@ -137,9 +137,9 @@ class Recorder:
 
     def step(self, record: StepRecord) -> dict[str, float]:
         """Records a step: completes its metrics (adding to `record.metrics`), writes them to
-        metrics.jsonl and to the sinks, queues its groups for the thread that writes them, and
-        prints the step's line. Returns the metrics by name. Takes the source's figures since the
-        last call of `read_stats`, so call it once a step, in order.
+        metrics.jsonl and to the sinks, queues its groups, also the discarded ones, for the thread
+        that writes them, and prints the step's line. Returns the metrics by name. Takes the
+        source's figures since the last call of `read_stats`, so call it once a step, in order.
 
         Files, screen and warnings number steps from 1: step 0 of the record is step 1 there.
         Findings of `Watch` are printed as warnings and kept in `warned`, on which the loop acts;
@@ -153,7 +153,7 @@ class Recorder:
         if record.turn_advantages or any(group.turn_rewards for group in record.groups):
             _add_metrics_by_turn(metrics, record.groups)
         _add_age_metrics(metrics, record.groups, record.logprobs)
-        metrics.add("groups/discarded", record.num_discarded)
+        metrics.add("groups/discarded", len(record.discarded))
         metrics.add("version", number)
         metrics.add("prompts/dropped", record.prompts_dropped - self.prompts_dropped)
         metrics.add("prompts/retired", record.prompts_retired)
@@ -202,6 +202,9 @@ class Recorder:
             self._groups.put(
                 number, record.groups, record.advantages, record.logprobs, record.turn_advantages
             )
+            if record.discarded:
+                # They have neither advantages nor the trainer's log-probs.
+                self._groups.put(number, record.discarded, None, None, (), True)
         self.spent("record", time.perf_counter() - started)
         self.console.step(number, self.steps, result)
         self.console.answers(number, rows)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.records import Purpose, ShoalError
-from shoal.runs.groups import groups_file
+from shoal.runs.groups import DISCARDED, groups_file
 from shoal.runs.lines import bounded_json, bounded_line, rounded
 from shoal.runs.reader import StoredRun
 from shoal.text import did_you_mean
@@ -168,8 +168,11 @@ COLUMNS = {
     "turns": "FLOAT",
     "calls": "FLOAT",
 }
-"""Column of the table -> type. `set` is `train`, or the data set of an evaluation; `length_effect`
-is the correlation of reward and length within the group."""
+"""Column of the table -> type. `set` is `train`, `discarded` (by dynamic sampling), or the data set
+of an evaluation; `length_effect` is the correlation of reward and length within the group."""
+
+ASKED_IN = "CASE \"set\" WHEN 'discarded' THEN 'train' ELSE \"set\" END"
+"""SQL: the set that the prompt of a group is from."""
 
 COMPLETION_COLUMNS = {
     "step": "INTEGER",
@@ -301,7 +304,7 @@ run, and characters of a prompt in the table."""
 MAX_COMPLETIONS = 4_000_000
 """The most rows of the table of completions, which would otherwise outgrow the database's memory.
 Later files have no rows in it."""
-_FILE = re.compile(r"(step|evaluate_[\w-]{1,200})_(\d{1,9})")
+_FILE = re.compile(r"(step|discarded|evaluate_[\w-]{1,200})_(\d{1,9})")
 Stamp = tuple[int, int]
 """(time, size) of a file, which show whether its content changed."""
 
@@ -338,7 +341,7 @@ class GroupFile:
 
     number: int
     path: Path
-    stem: str  # step_000012, evaluate_held_out_000040
+    stem: str  # step_000012, discarded_000012, evaluate_held_out_000040
     stamp: Stamp  # stamp of the content that was indexed
 
 
@@ -372,6 +375,7 @@ class GroupTable:
         self.by_number: dict[int, GroupFile] = {}  # the same files, by `GroupFile.number`
         self.functions: list[str] = []  # names of the reward functions of any indexed file
         self.is_measured = False  # True if some completion is known to be right or wrong
+        self.has_discarded = False  # True if dynamic sampling discarded groups
         self.waiting = 0  # number of files that are not indexed yet
         self.revision = 0  # rises each time that files were indexed
         self.lock = threading.Lock()
@@ -484,6 +488,7 @@ class GroupTable:
         with self.lock:
             for file in files:
                 self.files[file.stem] = self.by_number[file.number] = file
+                self.has_discarded |= file.stem.startswith(f"{DISCARDED}_")
 
     def _insert(self, files: Sequence[GroupFile]) -> None:
         """Reads files, whose numbers follow one another, into the tables, all or none of them, and
@@ -675,8 +680,9 @@ class GroupTable:
 
     def prompt_rows(self, subset: str, row: int, limit: int) -> tuple[list[dict[str, Any]], int]:
         """Returns (rows, total) as `rows` does: the newest groups of one prompt, at most `limit`,
-        in the order of their steps. `subset`: the prompt's set; `row`: its row in the data."""
-        source = f'(SELECT * FROM {self.table} WHERE "set" = ? AND "row" = ?)'
+        in the order of their steps. `subset`: `train`, also for the groups that dynamic sampling
+        discarded, or the data set of an evaluation; `row`: the prompt's row in the data."""
+        source = f'(SELECT * FROM {self.table} WHERE {ASKED_IN} = ? AND "row" = ?)'
         names = ["file", *COLUMNS]
         order = 'step DESC, file DESC, "group" DESC'
         found, total = self._page(source, [subset, row], names, order, limit, 0)
@@ -771,7 +777,8 @@ def _count_of_role(role: str) -> str:
 _SOURCE = """
 SELECT file_index + {first} AS file, TRY_CAST(step AS INTEGER) AS step,
   TRY_CAST("group" AS INTEGER) AS "group", TRY_CAST(completion AS INTEGER) AS completion,
-  CASE purpose WHEN 'train' THEN 'train' ELSE left(subset, 200) END AS "set",
+  CASE WHEN purpose <> 'train' THEN left(subset, 200) WHEN subset = 'discarded' THEN subset
+    ELSE 'train' END AS "set",
   TRY_CAST("row" AS BIGINT) AS "row",
   TRY_CAST(version AS BIGINT) AS version, TRY_CAST(reward AS DOUBLE) AS reward,
   TRY_CAST(valid AS BOOLEAN) AS valid,
@@ -789,8 +796,8 @@ SELECT file, any_value(step) AS step, "group", any_value("set") AS "set", any_va
   min(reward) AS lowest, max(reward) AS highest,
   avg(correct::INTEGER) AS pass, avg(length) AS length, max(length) AS longest,
   avg((stop_reason = 'length')::INTEGER) AS truncated,
-  CASE any_value("set") WHEN 'train' THEN any_value(step) - 1 - any_value(version) ELSE 0 END
-    AS staleness,
+  CASE WHEN any_value("set") IN ('train', 'discarded')
+    THEN any_value(step) - 1 - any_value(version) ELSE 0 END AS staleness,
   avg(turns) AS turns, avg(calls) AS calls, any_value(prompt_tokens) AS prompt_tokens,
   max(abs(advantage)) AS advantage,
   CASE WHEN stddev_pop(reward) > 1e-9 AND stddev_pop(length) > 0 THEN corr(reward, length) END

@@ -97,13 +97,20 @@ class StoredGroup:
     token_arrays: tuple[Mapping[str, np.ndarray], ...]
     # of each completion, float64[number of turns]; () if advantages are of whole completions
     turn_advantages: tuple[np.ndarray, ...] = ()
+    discarded: bool = False  # True if dynamic sampling discarded it, so that no update used it
 
 
-def groups_file(purpose: Purpose, subset: str, step: int) -> str:
-    """Returns the name of the file of a step's groups: `step_000012.parquet`, or `evaluate_<data
-    set>_000012.parquet`. `step`: as `stored_step` counts it; `subset`: the data set, in whose name
-    all but letters, digits, - and _ becomes _."""
-    name = "step"
+DISCARDED = "discarded"
+"""Stands in the column `subset` of training groups that dynamic sampling discarded, so that no
+update used them. The names of their files begin with it."""
+
+
+def groups_file(purpose: Purpose, subset: str, step: int, discarded: bool = False) -> str:
+    """Returns the name of the file of a step's groups: `step_000012.parquet`, or with `discarded`
+    `discarded_000012.parquet`; of an evaluation `evaluate_<data set>_000012.parquet`. `step`: as
+    `stored_step` counts it; `subset`: the data set, in whose name all but letters, digits, - and _
+    becomes _."""
+    name = DISCARDED if discarded else "step"
     if purpose is not Purpose.TRAIN:
         name = ""
         for character in f"{purpose.value}_{subset}":
@@ -128,16 +135,18 @@ def write_file(
     advantages: Advantages = None,
     logprobs: TokenLogprobs | None = None,
     turn_advantages: TurnAdvantages = (),
+    discarded: bool = False,
 ) -> None:
     """Writes groups to a parquet file that appears whole or not at all, and waits until it is on
     the disk; makes its folder if there is none, and replaces an existing file. `advantages`,
     `logprobs`, `turn_advantages`: the trainer's, as their types say; absent for an evaluation.
+    `discarded`: True marks the groups as those that dynamic sampling discarded.
 
     ShoalError if the file cannot be written; ValueError if there is not one advantage per
     completion and one log-prob per token."""
     import pyarrow.parquet as pq
 
-    table = to_table(groups, advantages, logprobs, turn_advantages)
+    table = to_table(groups, advantages, logprobs, turn_advantages, discarded)
     # Log-probs hardly repeat: a dictionary of them takes twice the time. Split by byte, they make
     # the file 7% smaller.
     dictionaries = set(table.column_names) - {"logprobs", "trainer_logprobs", "text"}
@@ -160,10 +169,11 @@ def to_table(
     advantages: Advantages = None,
     logprobs: TokenLogprobs | None = None,
     turn_advantages: TurnAdvantages = (),
+    discarded: bool = False,
 ) -> pa.Table:
     """Returns the groups as an Arrow table with one row per completion, in the columns that the
-    head of this module lists. ValueError if there is not one advantage per completion and one
-    log-prob per token."""
+    head of this module lists; `discarded` as in `write_file`. ValueError if there is not one
+    advantage per completion and one log-prob per token."""
     import pyarrow as pa
 
     if advantages is None:
@@ -196,6 +206,8 @@ def to_table(
     group_of = pa.array(group_rows, pa.int64())
     table = {name: column.take(group_of) for name, column in _group_columns(groups).items()}
     table["group"] = group_of
+    if discarded:
+        table["subset"] = pa.repeat(pa.scalar(DISCARDED), len(group_rows))
     table["completion"] = pa.array(columns["completion"], pa.int64())
     table["text"] = pa.array(columns["text"], pa.string())
     table["token_ids"] = _lists(columns["token_ids"], np.int32)
@@ -567,6 +579,7 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
     correct = None
     if None not in rows["correct"]:
         correct = np.array(rows["correct"], bool)
+    discarded = purpose is Purpose.TRAIN and first["subset"] == DISCARDED
     group = Group(
         purpose=purpose,
         step=first["step"] - stored_step(purpose, 0),  # `Group.step` of training counts from 0
@@ -579,7 +592,8 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
         reward_components=components,
         valid=np.array(rows["valid"], bool),
         correct=correct,
-        subset=first["subset"],
+        # Noise depends on this name, so a discarded group has the one that it was sampled under.
+        subset="train" if discarded else first["subset"],
         extra=_under(rows, "extra/"),
         reward_weights=weights,
         turn_rewards=_of_turns(rows, "turn_rewards"),
@@ -591,7 +605,7 @@ def _stored_group(number: int, rows: Mapping[str, list[Any]]) -> StoredGroup:
     for logprobs in rows["trainer_logprobs"]:
         token_arrays.append({} if logprobs is None else {"trainer_logprobs": logprobs})
     turn_advantages = _of_turns(rows, "turn_advantages")
-    return StoredGroup(group, advantages, tuple(token_arrays), turn_advantages)
+    return StoredGroup(group, advantages, tuple(token_arrays), turn_advantages, discarded)
 
 
 def _of_turns(rows: Mapping[str, list[Any]], name: str) -> tuple[np.ndarray, ...]:
@@ -723,7 +737,7 @@ def group_record(stored: StoredGroup) -> dict[str, Any]:
         "purpose": group.purpose,
         "step": stored_step(group.purpose, group.step),
         "version": group.version,
-        "subset": group.subset,
+        "subset": DISCARDED if stored.discarded else group.subset,
         "row": group.example.row,
         "prompt": group.example.prompt,
         "prompt_ids": group.prompt_ids,

@@ -6,6 +6,7 @@
     evaluations.jsonl              evaluations()
     events.jsonl                   events()
     groups/step_000012.parquet     group_files(), groups(step)
+    groups/discarded_000012.parquet   group_files("discarded"), groups(step, "discarded")
     checkpoints/12                 checkpoints(), checkpoint_records()
     summary.json                   summary()
     notes.json                     notes()
@@ -359,8 +360,9 @@ class StoredRun:
 
     def group_files(self, name: str = "step") -> dict[int, Path]:
         """Returns step -> path of the files `groups/<name>_<step>.parquet`, in order of the steps.
-        `name`: "step" for training, `evaluate_<data set>` for an evaluation, whose step is the
-        version. {} if there are none. Reads no file."""
+        `name`: "step" for training, "discarded" for groups that dynamic sampling discarded,
+        `evaluate_<data set>` for an evaluation, whose step is the version. {} if there are none.
+        Reads no file."""
         files = {}
         for path in (self.path / "groups").glob(f"{name}_*.parquet"):
             matched = re.fullmatch(rf"{re.escape(name)}_(\d+)", path.stem)
@@ -385,8 +387,9 @@ class StoredRun:
 
     def groups(self, step: int, name: str = "step") -> list[StoredGroup]:
         """Returns the groups of one step (from 1), bit for bit as they were written, with
-        advantages and the trainer's log-probs. `name`: "step" for training, `evaluate_<data set>`
-        for an evaluation, of which `step` is the version.
+        advantages and the trainer's log-probs. `name`: "step" for the groups that it trained on,
+        "discarded" for those that dynamic sampling discarded, which have no advantages,
+        `evaluate_<data set>` for an evaluation, of which `step` is the version.
 
         ShoalError if the step has no groups (it lists the steps that have), or if the file is
         damaged."""
@@ -401,7 +404,7 @@ class StoredRun:
 
     def group(self, step: int, number: int, name: str = "step") -> StoredGroup:
         """Returns group `number` (from 0) of a step (from 1; of an evaluation the version). `name`:
-        "step" for training, `evaluate_<data set>` for an evaluation. ShoalError if the step has
+        as in `groups`. ShoalError if the step has
         fewer groups or none, or if its file, all of which is read, is damaged."""
         groups = self.groups(step, name)
         if number >= len(groups):

@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.files import explain_write_errors
 from shoal.records import ShoalError
-from shoal.runs.groups import StoredGroup
+from shoal.runs.groups import DISCARDED, StoredGroup
 from shoal.runs.layout import find_run
 from shoal.runs.lines import Summary
 from shoal.runs.reader import StoredRun, read_config
@@ -150,11 +150,17 @@ class Result(Mapping[str, Any]):
         """The steps whose groups were written."""
         return list(self._run.group_files())
 
-    def groups(self, step: int) -> list[StoredGroup]:
-        """Returns the groups of a training step (from 1), each with `.group` (prompt, texts,
-        rewards) and `.advantages`; reads the file at each call. ShoalError if there are none, or if
-        the file is damaged."""
-        return self._run.groups(step)
+    def groups(self, step: int, discarded: bool = False) -> list[StoredGroup]:
+        """Returns the groups that a training step (from 1) trained on, each with `.group` (prompt,
+        texts, rewards) and `.advantages`; with `discarded` those that dynamic sampling discarded,
+        which have no advantages ([] if there are none). Reads the file at each call. ShoalError if
+        the step has no groups, or if the file is damaged."""
+        if not discarded:
+            return self._run.groups(step)
+        if step in self._run.group_files(DISCARDED):
+            return self._run.groups(step, DISCARDED)
+        self._run.groups(step)  # called for its error alone
+        return []
 
     @property
     def notes(self) -> str:

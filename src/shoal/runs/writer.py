@@ -7,6 +7,7 @@ metrics.jsonl                            a line a step
 evaluations.jsonl                        a line for each evaluation and data set
 events.jsonl                             a line for each warning, error and phase
 groups/step_000012.parquet               a row a completion
+groups/discarded_000012.parquet          those of groups that dynamic sampling discarded
 checkpoints/                             written by the trainer
 pass_rates.jsonl                         a line a prompt: how often its completions passed
 log.txt                                  the lines that were printed, for people; nothing reads it
@@ -311,17 +312,19 @@ class RunWriter:
         advantages: Any = None,
         trainer_logprobs: TokenLogprobs | None = None,
         turn_advantages: TurnAdvantages = (),
+        discarded: bool = False,
     ) -> Path:
-        """Writes a step's groups atomically to `groups/step_000012.parquet`, or those of an
-        evaluation to `groups/evaluate_<data set>_000012.parquet`, and returns the path. The first
-        group says which of the two it is; without groups it is a training step. `step`: from 1, of
-        an evaluation the version. `advantages`: by group and completion, [P, G];
-        `trainer_logprobs`: (number of the group, index of the completion) -> the trainer's
-        log-probs; `turn_advantages`: by group, completion and turn, if advantages are by turn. All
-        are absent for an evaluation. ShoalError if the file cannot be written."""
+        """Writes a step's groups atomically to `groups/step_000012.parquet`, with `discarded` to
+        `groups/discarded_000012.parquet`, or those of an evaluation to `groups/evaluate_<data
+        set>_000012.parquet`, and returns the path. The first group says whether it is of an
+        evaluation; without groups it is a training step. `step`: from 1, of an evaluation the
+        version. `advantages`: by group and completion, [P, G]; `trainer_logprobs`: (number of the
+        group, index of the completion) -> the trainer's log-probs; `turn_advantages`: by group,
+        completion and turn, if advantages are by turn. All are absent for an evaluation and for
+        discarded groups. ShoalError if the file cannot be written."""
         purpose, subset = (groups[0].purpose, groups[0].subset) if groups else (Purpose.TRAIN, "")
-        path = self.groups_path / groups_file(purpose, subset, step)
-        write_file(path, groups, advantages, trainer_logprobs, turn_advantages)
+        path = self.groups_path / groups_file(purpose, subset, step, discarded)
+        write_file(path, groups, advantages, trainer_logprobs, turn_advantages, discarded)
         return path
 
     def solved_question(self, subset: str, last: int) -> tuple[Group, Group] | None:

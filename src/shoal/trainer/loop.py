@@ -542,7 +542,7 @@ class Run:
             logprobs=outcome.logprobs,
             metrics=outcome.metrics,
             seconds=seconds,
-            num_discarded=len(discarded),
+            discarded=discarded,
             prompts_dropped=self.prompts.dropped,
             prompts_retired=len(self.prompts.rates.retired()),
         )

@@ -21,8 +21,15 @@ from shoal.runs.compare import (
     likely_keys,
     without_idle_limits,
 )
-from shoal.runs.group_table import Database, GroupFile, GroupTable, column_sql, reason
-from shoal.runs.groups import EXPERT_COLUMNS, groups_file
+from shoal.runs.group_table import (
+    ASKED_IN,
+    Database,
+    GroupFile,
+    GroupTable,
+    column_sql,
+    reason,
+)
+from shoal.runs.groups import DISCARDED, EXPERT_COLUMNS, groups_file
 from shoal.runs.lines import bounded_json, bounded_line
 from shoal.runs.metrics import is_clock
 from shoal.runs.reader import StoredRun
@@ -184,7 +191,7 @@ def group_detail(
         "step": first["step"],
         "version": first["version"],
         "row": first["row"],
-        "set": "train" if first["purpose"] == "train" else first["subset"],
+        "set": _set_of(first),
         "prompt": _value(first["prompt"], "prompt" in as_json),
         "num_prompt_tokens": first["num_prompt_tokens"],
         "prompt_read": _prompt_read(index, file, number, first["completion"], text_of),
@@ -194,6 +201,14 @@ def group_detail(
         "completions": [_completion(row, as_json) for row in rows],
     }
     return detail | _neighbours(index, file, number)
+
+
+def _set_of(row: Mapping[str, Any]) -> str:
+    """Returns the set of a row of a groups file, as the table of groups has it: `train`,
+    `discarded`, or the data set of an evaluation."""
+    if row["purpose"] == "train" and row["subset"] != DISCARDED:
+        return "train"
+    return row["subset"]
 
 
 def _prompt_read(
@@ -349,10 +364,13 @@ def prompt_detail(index: GroupTable, subset: str, row: int) -> dict[str, Any]:
     """Returns the record of a prompt: all of its groups in the order of their steps (`groups`, rows
     of the Groups view, at most MAX_ASKED, the newest), and the rows of the prompts before and after
     it in its set among those that were answered more than once (`previous`, `next`; None at an
-    end). `subset`: the prompt's set; `row`: its row in the data."""
-    table = index.table
+    end). `subset`: the prompt's set, `train` also if the group was discarded; `row`: its row in the
+    data."""
+    if subset == DISCARDED:
+        subset = "train"
     asked = index.database.rows(
-        f'SELECT "row" AS number FROM {table} WHERE "set" = ? GROUP BY "row" HAVING count(*) > 1',
+        f'SELECT "row" AS number FROM {index.table} WHERE {ASKED_IN} = ? '
+        'GROUP BY "row" HAVING count(*) > 1',
         subset,
     )
     rows = [one["number"] for one in asked]
@@ -378,7 +396,7 @@ def shared_questions(a: GroupTable, b: GroupTable) -> dict[str, Any]:
         newest.append(
             'SELECT "set", "row", prompt, arg_max(coalesce(pass, reward), step) AS value '
             f'FROM {index.table} JOIN {index.prompts} USING ("set", "row") '
-            "WHERE \"set\" != 'train' GROUP BY ALL"
+            f"WHERE {ASKED_IN} != 'train' GROUP BY ALL"
         )
     rows = a.database.rows(
         f'SELECT "set", "row", prompt, a.value AS a, b.value AS b FROM ({newest[0]}) AS a '

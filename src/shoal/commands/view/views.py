@@ -501,6 +501,7 @@ def _runs(viewer: Viewer, query: Query) -> dict[str, Any]:
                 "index": opened.index.revision,
                 "waiting": opened.index.waiting,
                 "measured": opened.index.is_measured,
+                "discarded": opened.index.has_discarded,
                 "notes_written": opened.notes_written,
             }
         )

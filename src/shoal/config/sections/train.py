@@ -154,7 +154,8 @@ class ReportSection:
     """The keys `report.*`: metrics and groups that a run writes."""
 
     groups: bool = key(True, stages=())
-    """Write every training group to `groups/`, a parquet file for each step."""
+    """Write every training group to `groups/`, a parquet file for each step, and a second one for
+    the groups that dynamic sampling discarded."""
     tensorboard: bool = key(False, stages=())
     """Write metrics for TensorBoard to `tensorboard/`."""
     wandb: WandbSection = field(default_factory=WandbSection)

@@ -2,7 +2,7 @@
 
 import { addressOf, remember, remembered } from "./address.js";
 import { isFile, save } from "./data.js";
-import { el, num } from "./dom.js";
+import { EVALUATIONS, el, num } from "./dom.js";
 import { showListing, spokenColumns } from "./listing.js";
 import { textNodes } from "./text.js";
 
@@ -10,7 +10,7 @@ const yes = (value) => (value === null ? "–" : value ? "yes" : "no");
 // As GROUP_COLUMNS; the columns of the reward functions stand before the advantage.
 const COMPLETION_COLUMNS = [
   ["step", "step", num, "training step; in an evaluation, the step after which it was made"],
-  ["set", "set", String, "train, or the data set of an evaluation"], ["prompt", "prompt", null], ["text", "text", null],
+  ["set", "set", String, "train, discarded, or the data set of an evaluation"], ["prompt", "prompt", null], ["text", "text", null],
   ["reward", "reward", num, "weighted sum of the reward functions"], ["right", "right", yes, "whether the answer is right, if the task checks it"],
   ["advantage", "advantage", num, "how much better than the group's mean; none if no update used it"],
   ["length", "tokens", num, "tokens of the model"], ["truncated", "cut off", yes, "whether it reached the token limit"],
@@ -31,7 +31,7 @@ function completionLists(view) {
   const measured = view.context.runs.find((one) => one.name === view.run)?.measured;
   return [["all, newest first", "", ""], ["highest reward", "set=train", "reward", "1"], ["lowest reward", "set=train", "reward", ""],
     ...(measured ? [["right", "right=1", ""], ["wrong", "right=0", ""], ["wrong, highest reward", "right=0 set=train", "reward", "1"]] : []),
-    ["cut off", "truncated=1", ""], ["no score", "unscored=1", ""], ["longest", "", "length", "1"], ["evaluations", "set!=train", ""]];
+    ["cut off", "truncated=1", ""], ["no score", "unscored=1", ""], ["longest", "", "length", "1"], ["evaluations", EVALUATIONS, ""]];
 }
 
 function completionColumns(record, parameters) {

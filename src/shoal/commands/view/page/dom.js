@@ -86,10 +86,20 @@ export function versionText(version) {
   return version ? `after step ${num(version)}` : "before training";
 }
 
+/** Which step of training a group is of, or of which data set and version; null: a group of an evaluation. */
+export function trainedWhen({ set, step }) {
+  if (set === "train") return `step ${num(step)}`;
+  return set === "discarded" ? `step ${num(step)}, discarded` : null;
+}
+
+/** The filter of the groups of evaluations. */
+export const EVALUATIONS = "set!=train set!=discarded";
+
 /** What a groups file is of: step_000012 is step 12, evaluate_held_out_000040 is held_out, after step 40. */
 export function fileText(stem) {
   const [, kind, number] = /^(.*)_(\d+)$/.exec(stem) ?? [null, stem, 0];
-  return kind === "step" ? `step ${num(Number(number))}` : `${kind.replace(/^evaluate_/, "")}, ${versionText(Number(number))}`;
+  const trained = trainedWhen({ set: kind === "step" ? "train" : kind, step: Number(number) });
+  return trained ?? `${kind.replace(/^evaluate_/, "")}, ${versionText(Number(number))}`;
 }
 
 /** A text from Python with the sign for minus. */

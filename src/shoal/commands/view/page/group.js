@@ -3,7 +3,7 @@
 
 import { addressOf, change, goTo, here } from "./address.js";
 import { isFile, load } from "./data.js";
-import { asText, count, el, fact, num, replace, selectNext, stateBox, stepLink, table, versionText } from "./dom.js";
+import { asText, count, el, fact, num, replace, selectNext, stateBox, stepLink, table, trainedWhen, versionText } from "./dom.js";
 import { textChoice } from "./render.js";
 import { conversationBlock, differenceBlock, promptBlock, textBlock } from "./text.js";
 
@@ -47,7 +47,7 @@ function drawGroup(view, parameters) {
   const compared = parameters.compare || String(view.best?.completion ?? "none");
   view.other = record.completions.find((one) => String(one.completion) === compared);
   view.selected = Number(parameters.completion || stacks[0][0].completion);
-  const when = record.set === "train" ? `step ${num(record.step)}` : `${record.set}, ${versionText(record.step)}`;
+  const when = trainedWhen(record) ?? `${record.set}, ${versionText(record.step)}`;
   replace(node,
     el("nav", { class: "crumbs", "aria-label": "place" },
       el("a", { href: addressOf("groups", { run, filter: `step=${record.step} set=${record.set}` }), text: when }),
@@ -55,9 +55,10 @@ function drawGroup(view, parameters) {
     el("h1", { text: `Group ${record.group} of ${when}` }),
     el("p", { class: "faint" }, `Row ${num(record.row)} of the data, sampled ${versionText(record.version)}, `
       + `${num(record.num_prompt_tokens)} prompt tokens. `,
-      isFile ? null : el("a", { text: "This prompt through the run", href: addressOf("prompt", { run, set: record.set,
-        row: record.row, right: `0.${record.file}.${record.group}` }) })),
+      isFile ? null : el("a", { text: "This prompt through the run", href: addressOf("prompt", { run, row: record.row,
+        set: record.set === "discarded" ? "train" : record.set, right: `0.${record.file}.${record.group}` }) })),
     el("p", { class: "summary", text: summaryOf(record, stacks) }),
+    record.set === "discarded" ? el("p", { class: "notice", text: "Dynamic sampling discarded this group: no update used it." }) : null,
     promptCard(record),
     el("div", { class: "controls" }, el("h2", { text: count(number, "completion") }),
       number > 1 ? choices(view, parameters, compared) : null, textChoice(() => drawGroup(view, here().parameters)), replayNote(record, run)),

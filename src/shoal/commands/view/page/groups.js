@@ -1,14 +1,14 @@
 // The Groups view: a table of all groups, sorted by any column, filtered by numbers and by text.
 
 import { addressOf } from "./address.js";
-import { el, num, percent } from "./dom.js";
+import { EVALUATIONS, el, num, percent } from "./dom.js";
 import { showListing, spokenColumns } from "./listing.js";
 import { textNodes } from "./text.js";
 
 // Column -> its heading, format and meaning; a column of texts has no meaning.
 const GROUP_COLUMNS = [
   ["step", "step", num, "training step; in an evaluation, the step after which it was made"], ["group", "group", num, "place in the step"],
-  ["set", "set", String, "train, or the data set of an evaluation"], ["prompt", "prompt", null],
+  ["set", "set", String, "train, discarded, or the data set of an evaluation"], ["prompt", "prompt", null],
   ["reward", "reward", num, "mean over its completions"], ["spread", "spread", num, "standard deviation of the reward"],
   ["pass", "pass", percent, "completions that solve it"], ["length", "length", num, "mean tokens of a completion"],
   ["turns", "turns", num, "mean turns of a rollout"], ["calls", "calls", num, "mean tool calls of a rollout"],
@@ -35,8 +35,9 @@ function groupLists(view) {
   return [["all, newest first", "", ""],
     ...(run?.measured ? [["rewarded, none right", "set=train pass=0", "reward", "1"]] : []), ["worst lately", `set=train step=${Math.ceil(0.9 * last)}..${last}`, "reward", ""],
     ["most to learn from", "set=train", "spread", "1"],
-    ["cut off", "set=train truncated>0", "truncated", "1"], ["questions learned", "set!=train", "change", "1", "learned"],
-    ["questions lost", "set!=train", "change", "", "lost"]];
+    ["cut off", "set=train truncated>0", "truncated", "1"], ["questions learned", EVALUATIONS, "change", "1", "learned"],
+    ["questions lost", EVALUATIONS, "change", "", "lost"],
+    ...(run?.discarded ? [["discarded", "set=discarded", ""]] : [])];
 }
 
 function groupColumns(record, parameters) {

@@ -4,7 +4,7 @@
 import { addressOf, change, goTo, here } from "./address.js";
 import { shape } from "./charts.js";
 import { load } from "./data.js";
-import { count, el, num, percent, replace, stateBox, stepLink, versionText } from "./dom.js";
+import { count, el, num, percent, replace, stateBox, stepLink, trainedWhen, versionText } from "./dom.js";
 import { completionCard, promptCard, stacksOf } from "./group.js";
 import { textChoice } from "./render.js";
 
@@ -55,7 +55,7 @@ function chosenSides(all, { left, right, other }) {
   return [named(left) ?? usual[0], named(right) ?? usual[1]];
 }
 
-const whenOf = (group) => (group.set === "train" ? `step ${num(group.step)}` : versionText(group.step));
+const whenOf = (group) => trainedWhen(group) ?? versionText(group.step);
 
 function drawPrompt(view, parameters, all, sides) {
   const { run, set, row, other } = parameters, several = view.strips.length > 1;

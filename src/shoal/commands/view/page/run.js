@@ -5,7 +5,7 @@ import { addressOf, change, goTo, here, remember, remembered } from "./address.j
 import { Chart, varies } from "./charts.js";
 import { comparisonBlock } from "./compare.js";
 import { isFile, load } from "./data.js";
-import { asText, card, changeMark, coded, count, duration, el, gainMark, minus, num, replace, stateBox, table, tableCard } from "./dom.js";
+import { EVALUATIONS, asText, card, changeMark, coded, count, duration, el, gainMark, minus, num, replace, stateBox, table, tableCard } from "./dom.js";
 import { progressOf } from "./home.js";
 import { exampleLink, findingsIn, readFindings } from "./lint.js";
 import { Notes, tagList } from "./notes.js";
@@ -76,12 +76,12 @@ async function readLint(view) {
 async function readQuestions(view) {
   if (view.closed || view.names.length > 1 || isFile) return;
   const [run] = view.names;
-  const read = (prompts, desc) => load("groups", { run, filter: "set!=train", sort: "change", desc, prompts, limit: MOST_QUESTIONS })
+  const read = (prompts, desc) => load("groups", { run, filter: EVALUATIONS, sort: "change", desc, prompts, limit: MOST_QUESTIONS })
     .catch(() => ({ total: 0, rows: [] }));
   const [learned, lost] = await Promise.all([read("learned", "1"), read("lost", "")]);
   if (view.closed || learned.total + lost.total === 0) return;
   const list = ([prompts, desc, title], { total, rows }) => (total ? [el("h3", {}, el("a", { text: `${num(total)} ${title}`,
-    href: addressOf("groups", { run, filter: "set!=train", sort: "change", desc, prompts }) })),
+    href: addressOf("groups", { run, filter: EVALUATIONS, sort: "change", desc, prompts }) })),
   el("ol", { class: "questions" }, rows.map((row) => el("li", {}, el("a", { href: addressOf("prompt", { run, set: row.set, row: row.row }) },
     textNodes(row.prompt)))))] : null);
   replace(view.parts.questions, card("Evaluation questions, before and after", list(["learned", "1", "learned"], learned),

@@ -228,6 +228,18 @@ def test_groups_of_an_evaluation(run):
     assert Path(groups_file(group.purpose, group.subset, group.step)).stem == f"{greedy}_000003"
 
 
+@pytest.mark.bitwise
+@pytest.mark.slow
+def test_sampled_answers_of_an_evaluation(workshop):
+    """With settings of their own; training truncates nothing."""
+    words = ("evaluation.samples=2", "evaluation.temperature=0.6", "evaluation.top_k=3")
+    few = ("steps=1", "task.num_eval_questions=2", "train.pass_k=0")
+    run = workshop.train("sampled", *words, *few)
+    (name,) = {path.stem.rpartition("_")[0] for path in (run / "groups").glob("evaluate_*")}
+    result = replay(ReplayConfig(run=str(run), step=1, group=1), None, name)
+    assert result["identical"] is True and len(result["completions"]) == 2
+
+
 @pytest.mark.slow
 def test_other_settings_are_detected(run, tmp_path, capsys):
     """Another seed gives other tokens; another learning rate shows in the first log-probs that are

@@ -406,6 +406,103 @@ def test_flags_that_change_nothing_for_one_reason_share_a_line():
     ]
 
 
+DAPO = [
+    "data.prompt_key=prompt",
+    "data.truncation=left",
+    "data.max_prompt_length=2048",
+    "data.max_response_length=20480",
+    "data.gen_batch_size=1536",
+    "data.train_batch_size=512",
+    "actor_rollout_ref.rollout.n=16",
+    "algorithm.adv_estimator=grpo",
+    "algorithm.use_kl_in_reward=False",
+    "algorithm.kl_ctrl.kl_coef=0.0",
+    "actor_rollout_ref.actor.use_kl_loss=False",
+    "actor_rollout_ref.actor.kl_loss_coef=0.0",
+    "actor_rollout_ref.actor.clip_ratio_low=0.2",
+    "actor_rollout_ref.actor.clip_ratio_high=0.28",
+    "actor_rollout_ref.actor.clip_ratio_c=10.0",
+    "algorithm.filter_groups.enable=True",
+    "algorithm.filter_groups.max_num_gen_batches=10",
+    "algorithm.filter_groups.metric=acc",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True",
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=22528",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=22528",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=22528",
+    "+actor_rollout_ref.model.override_config.attention_dropout=0.",
+    "+actor_rollout_ref.model.override_config.embd_pdrop=0.",
+    "+actor_rollout_ref.model.override_config.resid_pdrop=0.",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    "actor_rollout_ref.actor.optim.lr=1e-6",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=10",
+    "actor_rollout_ref.actor.optim.weight_decay=0.1",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=True",
+    "actor_rollout_ref.actor.entropy_coeff=0",
+    "actor_rollout_ref.actor.grad_clip=1.0",
+    "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size=8",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.80",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+    "actor_rollout_ref.rollout.enable_chunked_prefill=True",
+    "actor_rollout_ref.rollout.max_num_batched_tokens=22528",
+    "actor_rollout_ref.rollout.temperature=1.0",
+    "actor_rollout_ref.rollout.top_p=1.0",
+    "actor_rollout_ref.rollout.top_k=-1",
+    "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+    "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
+    "actor_rollout_ref.rollout.val_kwargs.top_k=-1",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=True",
+    "actor_rollout_ref.rollout.val_kwargs.n=1",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=True",
+    "actor_rollout_ref.ref.ulysses_sequence_parallel_size=8",
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size=-1",
+    "reward_model.reward_manager=dapo",
+    "reward_model.overlong_buffer.enable=True",
+    "reward_model.overlong_buffer.len=4096",
+    "reward_model.overlong_buffer.penalty_factor=1.0",
+    "trainer.project_name=DAPO",
+    "trainer.experiment_name=DAPO-Qwen2.5-32B",
+    "trainer.n_gpus_per_node=8",
+    "trainer.nnodes=16",
+    "trainer.val_before_train=True",
+    "trainer.test_freq=5",
+    "trainer.save_freq=5",
+    "trainer.resume_mode=auto",
+]
+"""verl's recipe/dapo/run_dapo_qwen2.5_32b.sh, without its paths and loggers."""
+
+
+def test_dapos_script_is_taken_as_it_is():
+    config, resolved = compose("train", ["recipe=verl", "steps=34", *DAPO])
+    assert (config.batch.prompts_per_step, config.batch.group_size) == (512, 16)
+    a = config.algorithm
+    assert (a.clip_low, a.clip_high, a.clip_dual, a.num_minibatches) == (0.2, 0.28, 10.0, 16)
+    assert (a.dynamic_sampling, a.dynamic_sampling_by, a.max_sampling_rounds) == (
+        True,
+        "correct",
+        9,
+    )
+    assert (a.aggregation, a.kl_coef, a.entropy_coef) == ("token-mean", 0, 0)
+    assert (config.reward.overlong_buffer_tokens, config.reward.overlong_penalty) == (4096, 1)
+    assert (config.optimizer.weight_decay, config.optimizer.warmup_steps) == (0.1, 10 * 16)
+    assert (config.sampling.max_prompt_tokens, config.sampling.long_prompts) == (2048, "error")
+    answers = config.evaluation
+    assert (answers.samples, answers.temperature, answers.top_p, answers.top_k) == (1, 1, 0.7, 0)
+    assert (config.mesh.context, config.mesh.trainer) == (8, "128")
+    # Each of its words is said to act, or to change nothing for a reason.
+    said = " ".join([*resolved.became, *resolved.renamed])
+    for word in DAPO:
+        assert word.lstrip("+").partition("=")[0] in said, word
+    unexplained = [line for line in resolved.became if line.endswith("changes nothing here")]
+    assert unexplained == []
+
+
 VALIDATION = "actor_rollout_ref.rollout.val_kwargs."
 
 
@@ -460,6 +557,9 @@ def test_prompts_that_are_too_long_are_what_the_flags_say():
         assert long_prompts(*recipe, *both) == "drop"
     assert long_prompts("data.max_prompt_length=64") == "warn"
     _, resolved = compose("train", ["recipe=verl", "data.truncation=left"])
+    [line] = [line for line in resolved.notes if "data.truncation" in line]
+    assert ": a prompt is never cut: one that is too long is an error" in line
+    _, resolved = compose("train", ["recipe=verl", "data.max_prompt_length=64"])
     message = "row 1 is too long: set sampling.long_prompts=drop"
     said = in_their_names(message, resolved)
     assert "sampling.long_prompts is data.filter_overlong_prompts" in said

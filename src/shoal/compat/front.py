@@ -613,16 +613,16 @@ def _read_without(read: Group, uses: Sequence[FlagUse], use: FlagUse) -> KeyValu
 
 def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
     """Returns the flag in whose place the setting for a key is put: the one in the highest layer
-    that names the key, within a layer the one that names the fewest keys, and of several such the
-    last. If none has the key among its `keys`, those with it in `default_only` are compared, else
-    all."""
+    that names the key, within a layer one without `low_priority`, of these the one that names the
+    fewest keys, and of several such the last. If none has the key among its `keys`, those with it
+    in `default_only` are compared, else all."""
     naming = [use for use in uses if key in use.flag.keys]
     if not naming:
         naming = [use for use in uses if key in use.flag.default_only]
 
-    def precedence(use: FlagUse) -> tuple[int, int, int]:
+    def precedence(use: FlagUse) -> tuple[int, bool, int, int]:
         num_keys = len(use.flag.keys) or 99  # a flag without keys of its own comes last
-        return use.layer, -num_keys, use.index
+        return use.layer, not use.flag.low_priority, -num_keys, use.index
 
     return max(naming or uses, key=precedence)
 
@@ -686,9 +686,11 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[Fla
         line = f"{flags} changes nothing here"
         if became:
             line = f"{flags} became {', '.join(became)}"
+        is_ignored = not became and not reason
+        if is_ignored and effect.settings:
+            reason = "it is so anyway"  # its keys have the same values without it
         if reason:
             line += f": {reason}"
-        is_ignored = not became and not reason
         short = ""
         if became and not reason:
             keys = ", ".join(each.partition("=")[0] for each in became)

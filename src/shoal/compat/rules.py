@@ -1077,6 +1077,31 @@ def verl_warmup(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     return {"optimizer.warmup_steps": str(steps * each)}, sentence
 
 
+VERL_TRUNCATIONS = ("error", "left", "right", "middle")
+"""Texts of verl's data.truncation."""
+
+
+def verl_long_prompts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts what verl does with prompts over the limit to sampling.long_prompts: with
+    filter_overlong_prompts they are dropped, whatever truncation says. Else they are an error,
+    because a prompt is never cut here, unless sampling.long_prompts=drop is set beside truncation:
+    a script that names a side to cut runs if no prompt is too long. ShoalError for an unknown
+    side."""
+    filtering, cutting = "data.filter_overlong_prompts", "data.truncation"
+    side = given.get(cutting, "error").strip("'")
+    value_of_option(cutting, side, dict.fromkeys(VERL_TRUNCATIONS))
+    if filtering in given and to_bool(filtering, given[filtering]):
+        return {"sampling.long_prompts": "drop"}, ""
+    if filtering not in given and get("sampling.long_prompts") == "drop":
+        return {}, "prompts that are too long are dropped: sampling.long_prompts=drop"
+    sentence = ""
+    if side != "error":
+        sentence = (
+            f"a prompt is never cut: one that is too long is an error; {filtering}=true drops it"
+        )
+    return {"sampling.long_prompts": "error"}, sentence
+
+
 def verl_validation(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts val_kwargs, how verl answers the questions of a validation, to evaluation.*. As in
     verl 0.9, the temperature (0 if nothing sets one) decides whether answers are greedy. Greedy
@@ -1371,6 +1396,7 @@ flags."""
 RULES: tuple[Rule, ...] = (
     verl_run_folder,
     verl_resume,
+    verl_long_prompts,
     maxtext_lengths,
     maxtext_devices,
     maxtext_pathways,

@@ -524,22 +524,20 @@ FLAGS: list[Flag] = [
         "true: AdamW's moments",
         is_switch=True,
     ),
-    *[
-        Flag(
-            name,
-            ("sampling.long_prompts",),
-            meaning=meaning,
-            group=verl_readers.read_long_prompts,
-            is_switch=True,
-        )
-        for name, meaning in (
-            ("data.filter_overlong_prompts", "true: dropped, counted; false: an error"),
-            (
-                "data.truncation",
-                "a prompt is never cut: one that is too long is an error, or filtered",
-            ),
-        )
-    ],
+    *derived(
+        rules.verl_long_prompts,
+        "sampling.long_prompts",
+        "true: dropped, counted; false: an error",
+        "data.filter_overlong_prompts",
+        is_switch=True,
+    ),
+    *derived(
+        rules.verl_long_prompts,
+        "sampling.long_prompts",
+        "a prompt is never cut: one that is too long is an error, or filtered",
+        "data.truncation",
+        low_priority=True,
+    ),
     *[
         Flag(_MODEL + name, tuple(keys.split()), meaning=meaning, group=verl_readers.read_lora)
         for name, keys, meaning in (

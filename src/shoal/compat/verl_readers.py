@@ -294,23 +294,6 @@ def read_rejection(given: FlagTexts) -> KeyValues:
     }
 
 
-def read_long_prompts(given: FlagTexts) -> KeyValues:
-    """Converts what happens to prompts over the limit to sampling.long_prompts: with
-    filter_overlong_prompts they are dropped, whatever `truncation` says; with that switched off
-    they are an error. If it is not given, they are an error unless Shoal's own key is given,
-    because a prompt is never cut here: a script that names a side to cut runs if no prompt is too
-    long. ShoalError for an unknown side."""
-    name = "data.filter_overlong_prompts"
-    drops = to_bool(name, given.get(name, "false"))
-    truncation = given.get("data.truncation", "error").strip("'")
-    _check_known("data.truncation", truncation, ["error", "left", "right", "middle"])
-    if drops:
-        return {"sampling.long_prompts": "drop"}
-    if name in given:
-        return {"sampling.long_prompts": "error"}
-    return {"sampling.long_prompts": Yielding("error", to_all=True)}
-
-
 def _gpus(section: str, given: FlagTexts) -> str:
     """Returns the number of devices, as text: nnodes (1 if not given) times n_gpus_per_node (8 if
     not given). `section`: the flags' section, for errors. ShoalError if one is no whole number of 1

@@ -529,9 +529,11 @@ defaults use its preset or recipe:
 @@
 
 A configuration file of these systems loads unchanged: `shoal train their.yml`, or with an entry
-point `python grpo_demo.py --config_file=their.yml`, over that entry point's preset. Keys with a
-counterpart work. One line lists the keys that have no effect here. Keys that matter but have no
-counterpart are errors, all in one message; override such a key on the command line
+point `python grpo_demo.py --config_file=their.yml`, over that entry point's preset. A recipe, in
+the file or on the command line, sets only what the file leaves out:
+`shoal train their.yml recipe=trl`. Keys with a counterpart work. One line lists the keys that have
+no effect here. Keys that matter but have no counterpart are errors, all in one message; override
+such a key on the command line
 (`train.kl_to_inference_coeff=0`).
 
 `hf_access_token=` sets `HF_TOKEN` for the process; Shoal never writes it anywhere. If two flags set
@@ -595,6 +597,9 @@ $$Your command line, the same flags here, and the same job in Shoal's own keys:
 ```bash
 !!
 ```
+
+A configuration file of @@ is an argument by itself, `shoal train FILE`. A recipe beside it sets
+only what the file leaves out.
 
 %%Every flag and what it becomes ([Migrating](migrating.md) says where they work):
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -533,16 +534,26 @@ _ACTOR = "actor_rollout_ref.actor."
         ),
         (
             f"{_ACTOR}policy_loss.loss_mode: gspo",
-            f"recipe=verl {_ACTOR}clip_ratio_c=5",
+            f"algorithm=grpo {_ACTOR}clip_ratio_c=5",
             {"loss": "grpo", "clip_dual": 5.0},
         ),
-        ("epsilon_high: 0.28", "recipe=trl epsilon=0.1", {"clip_low": 0.1, "clip_high": 0.1}),
+        (
+            "epsilon_high: 0.28",
+            "algorithm=dapo epsilon=0.1 batch.prompts_per_step=64",
+            {"clip_low": 0.1, "clip_high": 0.1},
+        ),
         (
             "multi_objective_aggregation: normalize_then_sum",
             "algorithm=dapo scale_rewards=none batch.prompts_per_step=64",
             {"advantage": "dr_grpo"},
         ),
-        # nothing between the two: they are read together
+        # nothing between the two, as a recipe lies beneath the file: they are read together
+        (
+            f"{_ACTOR}policy_loss.loss_mode: gspo",
+            f"recipe=verl {_ACTOR}clip_ratio_c=5",
+            {"loss": "gspo-token", "clip_dual": 0.0},
+        ),
+        ("epsilon_high: 0.28", "recipe=trl epsilon=0.1", {"clip_low": 0.1, "clip_high": 0.28}),
         (
             "algorithm.norm_adv_by_std_in_grpo: false",
             "algorithm.adv_estimator=grpo",
@@ -623,7 +634,8 @@ def test_of_two_systems_flags_the_one_that_names_fewer_keys_stands(tmp_path, wid
     ):
         assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 0.28)
         assert not any("both set" in note for note in resolved.notes)
-    config, _ = with_file(tmp_path, f"{narrow}: 0.28\n", f"{wide}=0.1", "recipe=trl")
+    # An algorithm between the two sets the key anew, over the file's narrow flag.
+    config, _ = with_file(tmp_path, f"{narrow}: 0.28\n", f"{wide}=0.1", "algorithm=grpo")
     assert config.algorithm.clip_high == 0.1
     with pytest.raises(
         ShoalError, match=r"epsilon and grpo_epsilon both set algorithm.clip_low; write one of them"
@@ -682,24 +694,63 @@ def test_of_verls_losses_only_vanilla_has_the_dual_clip(words, dual):
     assert compose("train", [*words, f"{_ACTOR}clip_ratio_c=10"])[0].algorithm.clip_dual == dual
 
 
-def test_a_recipe_on_the_line_names_the_settings_of_the_file_that_it_replaces(tmp_path):
+def test_a_recipe_lies_beneath_the_file_wherever_it_is_named(tmp_path):
     text = (
-        "beta: 0.04\nnum_generations: 4\nper_device_train_batch_size: 4\nlearning_rate: "
-        "1.0e-6\nsteps: 7\n"
+        "beta: 0.04\nnum_generations: 4\nper_device_train_batch_size: 8\nlearning_rate: 2.0e-5\n"
+        "max_steps: 10\nnum_iterations: 2\n"
     )
     config, resolved = with_file(tmp_path, text, "recipe=trl")
-    assert (config.algorithm.kl_coef, config.batch.group_size, config.steps) == (0.0, 8, 7)
+    assert (config.algorithm.kl_coef, config.batch.group_size) == (0.04, 4)
+    assert (config.steps, config.algorithm.num_epochs, config.optimizer.lr) == (5, 2, 2e-5)
+    assert config.optimizer.beta2 == 0.999 and config.recipe == "trl"  # the recipe's own
+    named_first = compose("train", ["recipe=trl", str(tmp_path / "their.yml")])[0]
+    in_file, of_file = with_file(tmp_path, f"{text}recipe: trl\n")
+    in_python = from_overrides(Config, config_name=str(tmp_path / "their.yml"), recipe="trl")[0]
+    assert config == named_first == in_file == in_python
+    # No line says that something is replaced, and what is typed on the line wins over both.
+    for notes in (resolved.notes, of_file.notes):
+        assert "replaces there" not in str(notes) and "changes nothing" not in str(notes)
+    assert with_file(tmp_path, text, "beta=0.1", "recipe=trl")[0].algorithm.kl_coef == 0.1
+    # Of two recipes the one on the line is read, beneath the file that names the other.
+    other, _ = with_file(tmp_path, f"{text}recipe: verl\n", "recipe=trl")
+    assert other == config
+
+
+def test_a_recipe_lies_beneath_the_files_that_a_file_names_and_beside_a_task(tmp_path):
+    (tmp_path / "base.yml").write_text("optimizer: {lr: 0.25}\nsteps: 3\n")
+    text = "defaults: [base.yml, _self_]\nsteps: 4\n"
+    config, _ = with_file(tmp_path, text, "recipe=verl")
+    assert (config.optimizer.lr, config.steps) == (0.25, 4)
+    assert config.algorithm.kl_coef == compose("train", ["recipe=verl"])[0].algorithm.kl_coef
+    # A packaged preset is no file of the user's: the recipe's defaults are the later ones.
+    of_preset = compose("train", ["--config-name", "gsm8k", "recipe=trl"])[0]
+    assert of_preset.optimizer.beta2 == 0.999
+    assert of_preset.optimizer.lr == compose("train", ["recipe=trl"])[0].optimizer.lr
+
+
+def test_a_recipe_that_a_file_covers_completely_is_said_to_change_nothing(tmp_path):
+    whole = compose("train", ["steps=6"])[1].text  # as a run's own
+    config, resolved = with_file(tmp_path, whole, "recipe=trl")
+    assert config == replace(compose("train", ["steps=6"])[0], recipe="trl")
+    assert [note for note in resolved.notes if note.startswith("recipe=")] == [
+        "recipe=trl changes nothing: it is beneath a file, or the configuration of a run, that "
+        "sets all of its keys"
+    ]
+
+
+def test_an_algorithm_on_the_line_names_the_settings_of_the_file_that_it_replaces(tmp_path):
+    text = "beta: 0.04\nepsilon_high: 0.3\nlearning_rate: 1.0e-6\nsteps: 7\n"
+    config, resolved = with_file(tmp_path, text, "algorithm=dapo")
+    assert (config.algorithm.kl_coef, config.algorithm.clip_high) == (0.0, 0.28)
     [line] = [line for line in resolved.start_lines if "replaces there" in line]
     assert line.startswith(
-        "recipe=trl on the command line lies over their.yml and replaces there: "
+        "algorithm=dapo on the command line lies over their.yml and replaces there: "
     )
-    assert {"per_device_train_batch_size=4", "beta=0.04", "num_generations=4"} <= {
-        *re.split("[,;]? ", line)
-    }
-    # the recipe's own, or none of its keys
+    assert {"beta=0.04", "epsilon_high=0.3"} <= {*re.split("[,;]? ", line)}
+    # the algorithm's own, or none of its keys
     assert "learning_rate" not in line and "steps=7" not in line
-    assert "beta" not in str(with_file(tmp_path, text, "recipe=trl", "beta=0.1")[1].notes)
-    assert "replaces there" not in str(with_file(tmp_path, f"recipe: trl\n{text}")[1].notes)
+    assert "beta" not in str(with_file(tmp_path, text, "algorithm=dapo", "beta=0.1")[1].notes)
+    assert "replaces there" not in str(with_file(tmp_path, f"algorithm: dapo\n{text}")[1].notes)
 
 
 def test_trls_batch_flags_leave_an_algorithms_mini_batches():
@@ -969,7 +1020,8 @@ def test_what_lies_over_what(packaged):
     file = packaged / "file.yaml"
     file.write_text("recipe: theirs\nalgorithm: {name: mine, clip_low: 0.15}\n")
     assert seen(str(file)) == (0.5, 0.15, 0.5, "cispo")
-    assert seen(str(file), "recipe=theirs") == (0.5, 0.1, 0.4, "cispo")
+    assert seen(str(file), "recipe=theirs") == (0.5, 0.15, 0.5, "cispo")
+    assert seen(str(file), "algorithm=mine") == (0.5, 0.15, 0.5, "cispo")
     assert seen(str(file), "recipe=", "algorithm.name=") == (1.5e-4, 0.15, 0.2, "grpo")
     assert from_overrides(Config, recipe="theirs", algorithm="mine")[0].algorithm.clip_high == 0.5
     assert compose("doctor", ["recipe=theirs"])[0].optimizer.lr == 0.5

@@ -463,9 +463,10 @@ class Draft:
 
     def add_group(self, read: Group, uses: Sequence[FlagUse]) -> None:
         """Adds the effect of flags that `read` reads together. A flag in a low layer no longer
-        counts together with those of the highest layer if a layer in between, such as a recipe on
-        the command line, sets its key; the flags of lower layers are then also read by themselves,
-        as an effect before this one. Raises ShoalError if `read` refuses the flags."""
+        counts together with those of the highest layer if a layer in between, such as the preset of
+        an algorithm on the command line, sets its key; the flags of lower layers are then also read
+        by themselves, as an effect before this one. Raises ShoalError if `read` refuses the
+        flags."""
         top = max(use.layer for use in uses)
         counting = []  # the flags that are read together
         for use in uses:

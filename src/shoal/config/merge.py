@@ -9,8 +9,9 @@ layer counts.
                ->  one setting for each key            (`Merged`)
                ->  values in their types  ->  Config
 
-The preset of a task, recipe or algorithm is the layer directly beneath the layer that names it; the
-files that a file lists under `defaults` are layers beneath that file."""
+The preset of a task or an algorithm is the layer directly beneath the layer that names it; the
+files that a file lists under `defaults` are layers beneath that file. A recipe is a set of
+defaults, so it lies beneath the user's file wherever it is named."""
 
 from __future__ import annotations
 
@@ -73,8 +74,9 @@ def layers_of(
 ) -> tuple[list[Layer], Path | None]:
     """Returns all layers of a command, lowest first, as typed (flags of other systems are not
     replaced yet), and the path of the preset or file that was loaded (None if none was). Beneath
-    each layer of the user are the presets that it names; a task's preset is loaded only if no
-    preset or file is named. ShoalError if there is no such preset or file. `stored`: the file of a
+    each layer of the user are the presets that it names, but a recipe that the command line names
+    is beneath the user's file; a task's preset is loaded only if no preset or file is named.
+    ShoalError if there is no such preset or file. `stored`: the file of a
     run's configuration, read in place of presets and files (recipes and algorithms that it names
     are still read); `beneath`: a layer beneath everything that the user gave."""
     layers, file = users_layers(config_type, arguments, stored, beneath)
@@ -105,9 +107,11 @@ def layers_of(
                     where = f"{setting.origin}: " if layer.file else ""
         if not preset_name:
             continue
-        # Files in the `defaults` of a file have the same label; the preset goes beneath them all.
         lowest = highest_layer
-        while lowest > 0 and layers[lowest - 1].label == layers[highest_layer].label:
+        if key == "recipe" and highest_layer == line and file and not is_packaged(file):
+            lowest = line - 1  # the layer of the user's file, which wins over a recipe
+        # Files in the `defaults` of a file have the same label; the preset goes beneath them all.
+        while lowest > 0 and layers[lowest - 1].label == layers[lowest].label:
             lowest -= 1
         presets.setdefault(lowest, []).extend(named_layers(config_type, key, preset_name, where))
     ordered: list[Layer] = []
@@ -725,6 +729,7 @@ def _notes(config: Any, merged: Merged, file: Path | None, has_preset: bool) -> 
     if file and not is_packaged(file) and not has_preset:
         yield from _preset_not_loaded(config, merged, file)
     yield from _replaced_in_files(merged)
+    yield from _recipe_without_effect(merged)
     yield from _values_of_presets(config, merged)
 
 
@@ -782,9 +787,8 @@ def _values_of_presets(config: Any, merged: Merged) -> Iterator[str]:
 
 
 def _replaced_in_files(merged: Merged) -> Iterator[str]:
-    """Yields a line for each recipe or algorithm named on the command line whose preset replaces
-    settings of the user's file, because the preset lies directly beneath the command line and over
-    the file."""
+    """Yields a line if an algorithm named on the command line replaces settings of the user's file,
+    because its preset lies directly beneath the command line and over the file."""
     values, _ = merged.values_and_errors()
     for layer_index, layer in enumerate(merged.layers):
         files = [below for below in merged.layers[:layer_index] if below.is_users and below.file]
@@ -813,3 +817,21 @@ def _replaced_in_files(merged: Merged) -> Iterator[str]:
                 f"{layer.label.replace(' ', '=', 1)} on the command line lies over {file} and "
                 f"replaces there: {texts}; named in the file, it would lie beneath them"
             )
+
+
+def _recipe_without_effect(merged: Merged) -> Iterator[str]:
+    """Yields a line if the command line names a recipe of which nothing is in effect, because a
+    file beneath which it lies sets all of its keys, as the configuration of a run does."""
+    line = len(merged.layers) - 1
+    of_line = [setting for layer_index, setting in merged.settings if layer_index == line]
+    if not any(setting.key == "recipe" for setting in of_line):
+        return
+    layers_in_effect = {merged.layer_index(key) for key in merged.in_effect}
+    for layer_index, layer in enumerate(merged.layers):
+        folder, _, name = layer.label.partition(" ")
+        if layer.is_users or folder != "recipe" or layer_index in layers_in_effect:
+            continue
+        yield (
+            f"recipe={name} changes nothing: it is beneath a file, or the configuration of a run, "
+            "that sets all of its keys"
+        )

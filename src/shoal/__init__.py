@@ -123,6 +123,7 @@ def train(
     (`optimizer__lr=1e-5`). A key whose value is None counts as not given."""
     from shoal.commands.train import train as run
     from shoal.compat.trl_objects import note_on_recipe, without_objects
+    from shoal.config.keywords import held_out_name
     from shoal.job.cache import cache_by_configuration
     from shoal.job.process import open_console
     from shoal.job.resume import from_overrides_on_run
@@ -144,6 +145,9 @@ def train(
     with _in_their_names(resolved):
         data = _task_of_data(task, held_out, correct, config, functions)
         config = _with_environments_named(config, data)
+        if data is not None:
+            eval_split = held_out_name(held_out, config.task)
+            config = replace(config, task=replace(config.task, eval_split=eval_split))
         if dry_run:
             return _dry_run(config, resolved, functions, data)
         cache_by_configuration()

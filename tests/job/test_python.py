@@ -23,6 +23,7 @@ from tiny_runs import PLAIN, Workshop, metrics, parameters_of
 
 import shoal
 from shoal import cli
+from shoal.config.key import build
 from shoal.config.merge import compose, from_overrides
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
@@ -30,6 +31,7 @@ from shoal.config.train import Config
 from shoal.job.cache import cache_by_configuration
 from shoal.job.task import load_task, task_of_data
 from shoal.records import ground_truth
+from shoal.runs.card import _command
 from shoal.runs.lines import Summary
 from shoal.runs.metrics import is_clock
 from shoal.runs.reader import read_config
@@ -417,6 +419,42 @@ def test_a_dry_run_of_an_evaluation_samples_nothing(tmp_path, monkeypatch, capsy
     assert shoal.evaluate(**keywords, dry_run=True)["responses"] == str(answers)
     with pytest.raises(shoal.ShoalError, match="there is no such file"):
         shoal.evaluate(**{**keywords, "responses": tmp_path / "none"}, dry_run=True)
+
+
+def is_sum(text: str, example: Any) -> bool:
+    return text == str(example.columns["answer"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"recipe": "trl", "eval_dataset": rows(4, add=50), "eval_strategy": "steps"},
+        {"recipe": "trl", "held_out": "train", "correct": is_sum, "train__evaluate_every": 0},
+        # A value that is Shoal's default, but not that of the recipe, and one that is infinite.
+        {"recipe": "trl", "optimizer__beta2": 0.95, "algorithm__correction_cap": float("inf")},
+        {"correct": is_sum},
+    ],
+)
+def test_the_command_of_a_model_card_asks_for_the_run_from_python(given, monkeypatch, capsys):
+    data = {
+        "train_dataset": rows(40),
+        "reward_funcs": [ones, lambda prompts, **_: [0.5] * len(prompts)],
+    }
+    asked = {"max_steps": 2, "batch__prompts_per_step": 8, "num_generations": 4}
+    settings = shoal.train(**data, **asked, **given, dry_run=True)
+    block = _command(build(Config, settings), has_accuracy="correct" in given)
+    code = block.removeprefix("```python\n").removesuffix("\n```")
+    names = {"rows": rows(40), "ones": ones, "lambda_": data["reward_funcs"][1]}
+    names |= {"correct": is_sum, "eval_rows": given.get("eval_dataset")}
+    calls = []
+    train = shoal.train
+    monkeypatch.setattr(shoal, "train", lambda **keywords: calls.append(keywords))
+    exec(code, names)
+    [call] = calls
+    again = train(**call, dry_run=True)
+    assert again == settings
+    assert call.get("held_out") == given.get("eval_dataset")
+    assert call.get("correct") == given.get("correct")
 
 
 # ---- a table, a result

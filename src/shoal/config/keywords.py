@@ -11,6 +11,7 @@ from typing import Any
 from shoal.config.arguments import COMMA_LISTS, PYTHON, Arguments, Setting, make_setting, split_list
 from shoal.config.key import get_value, keys_of, leaves_of
 from shoal.config.names import key_of, names_of
+from shoal.config.sections.task import TaskSection
 from shoal.records import ShoalError
 from shoal.text import shorten
 
@@ -132,6 +133,21 @@ FROM_PYTHON = "python:"
 
 ROWS = "rows"
 """The name, in a stored configuration, of the task of rows that were given from Python."""
+
+
+HELD_OUT_ROWS = f"{FROM_PYTHON}held_out"
+"""The value of `task.eval_split` in the stored configuration of a run on rows from Python to which
+rows to evaluate on were given, too."""
+
+
+def held_out_name(held_out: Any, task: TaskSection) -> str:
+    """Returns the value of `task.eval_split` that says what was given from Python as `held_out`:
+    rows; or "train", the rows that are trained on; or None. `task`: the section as it is; its
+    value counts for None, unless it is that of a run to which rows were given."""
+    if held_out is None:
+        is_of_rows = task.eval_split == HELD_OUT_ROWS
+        return TaskSection().eval_split if is_of_rows else task.eval_split
+    return task.split if isinstance(held_out, str) else HELD_OUT_ROWS
 
 
 def names_object(value: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from shoal.config.keywords import FROM_PYTHON, ROWS
+from shoal.config.keywords import FROM_PYTHON, HELD_OUT_ROWS, ROWS
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.task import TaskSection
@@ -227,7 +227,8 @@ def task_of_data(
     default = TaskSection()
     for key, value in vars(task).items():
         has_effect = key in ("name", "num_eval_questions", "hold_out", "system")
-        is_split = key == "eval_split" and value == task.split  # the training rows
+        # The training rows, or what a run noted of the rows that it was given.
+        is_split = key == "eval_split" and value in (task.split, HELD_OUT_ROWS)
         if not (has_effect or is_split) and value != getattr(default, key):
             raise ShoalError(
                 f"task.{key}={value!r} has no effect on data given from Python: leave it out"

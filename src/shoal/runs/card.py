@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
+import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib.metadata import metadata, version
@@ -10,11 +13,19 @@ from typing import Any
 
 import yaml
 
-from shoal.config.key import shown
-from shoal.config.keywords import FROM_PYTHON, ROWS, came_from_python, names_object
+from shoal.config.key import get_value, keys_of, shown
+from shoal.config.keywords import (
+    FROM_PYTHON,
+    HELD_OUT_ROWS,
+    ROWS,
+    came_from_python,
+    names_object,
+)
+from shoal.config.merge import compose
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import FOLDER_KEYS, LABEL_KEYS, Config
 from shoal.files import HUB_ID
+from shoal.records import ShoalError
 from shoal.runs.reader import StoredRun, read_requested
 from shoal.text import count, figure_text
 
@@ -52,7 +63,8 @@ def model_card(run: StoredRun, step: int, adapter: bool) -> str:
     curve = _curve(run.metrics(), step)
     if curve:
         parts += ["## Reward while training", _table(("step", "mean reward"), curve)]
-    parts += ["## Command", _command(read_requested(run.path)), _versions()]
+    has_accuracy = any("accuracy" in line.figures for line in run.evaluations().lines)
+    parts += ["## Command", _command(read_requested(run.path), has_accuracy), _versions()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -113,30 +125,59 @@ def _curve(metrics: Mapping[int, Mapping[str, Any]], step: int) -> list[tuple[st
     return [(str(made), figure_text(name, metrics[made][name])) for made in steps]
 
 
-def _command(requested: Config) -> str:
-    """Returns a block of code that asks for such a run, with the keys that differ from the
-    defaults: a command line, or a call of `shoal.train` if the run's data or functions came from
-    Python."""
+def _command(requested: Config, has_accuracy: bool = False) -> str:
+    """Returns a block of code that asks for such a run, with the keys that it needs: a command
+    line, or a call of `shoal.train` if the run's data or functions came from Python.
+    `has_accuracy`: True if answers were judged right or wrong."""
+    settings = _settings_to_give(requested)
+    if came_from_python(requested):
+        return f"```python\n{_python_call(settings, has_accuracy)}\n```"
+    return f"```bash\n{shlex.join(['shoal', 'train', *_words(settings)])}\n```"
+
+
+def _settings_to_give(requested: Config) -> dict[str, Any]:
+    """Returns the values, by dotted key, that ask for such a run: those that differ from the
+    defaults, and those at their default that a preset which they name would change."""
     settings = difference_from_defaults(requested)
-    for name in _NOT_OF_THE_RECIPE:
-        settings.pop(name, None)
+    left_out = set(_NOT_OF_THE_RECIPE)
     if requested.batch.prompts_per_device:
         # It decides how many prompts a step has, and Shoal warns of both.
-        settings.pop("batch.prompts_per_step", None)
-    if came_from_python(requested):
-        return f"```python\n{_python_call(settings)}\n```"
-    words = ["shoal", "train"] + [f"{name}={shown(value)}" for name, value in settings.items()]
-    return f"```bash\n{shlex.join(words)}\n```"
+        left_out.add("batch.prompts_per_step")
+    for name in left_out:
+        settings.pop(name, None)
+    try:
+        composed, _ = compose("train", _words(settings))
+    except ShoalError:  # a text that a command line cannot hold
+        return settings
+    complete = {}
+    for name in keys_of(Config):
+        value = get_value(requested, name)
+        is_changed_by_preset = get_value(composed, name) != value and name not in left_out
+        if name in settings or is_changed_by_preset:
+            complete[name] = value
+    return complete
 
 
-def _python_call(settings: Mapping[str, Any]) -> str:
+def _words(settings: Mapping[str, Any]) -> list[str]:
+    """Returns settings as the words of a command line."""
+    return [f"{name}={shown(value)}" for name, value in settings.items()]
+
+
+def _python_call(settings: Mapping[str, Any], has_accuracy: bool) -> str:
     """Returns the call of `shoal.train` with these settings. Objects from Python stand there by
-    their names, the data as `rows`: the reader has to define them."""
+    their names, the data as `rows` and `eval_rows`: the reader has to define them. With
+    `has_accuracy` the function that judges answers is among them."""
     arguments = []
     others = []
     for key, value in settings.items():
         if key == "task.name" and value == ROWS:
             arguments.append("    task=rows,  # the data")
+            if has_accuracy:
+                arguments.append(
+                    "    correct=correct,  # which answers are right; a shoal.Task has it already"
+                )
+        elif value == HELD_OUT_ROWS:
+            arguments.append("    held_out=eval_rows,  # the data to evaluate on")
         elif key in _KEYWORDS and names_object(value):
             arguments.append(f"    {_KEYWORDS[key]}={_as_python(value)},")
         else:
@@ -147,11 +188,15 @@ def _python_call(settings: Mapping[str, Any]) -> str:
 
 
 def _as_python(value: Any) -> str:
-    """Returns a key's value as Python code. A name of an object is written without quotes."""
+    """Returns a key's value as Python code. A name of an object is written without quotes, as an
+    identifier; infinity, which Python has no word for, as a text."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_as_python, value))}]"
     if names_object(value):
-        return value.removeprefix(FROM_PYTHON)
+        name = re.sub(r"\W+", "_", value.removeprefix(FROM_PYTHON)).strip("_")
+        return f"{name}_" if keyword.iskeyword(name) else name
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(shown(value))
     return repr(value)
 
 

@@ -31,7 +31,15 @@ from shoal.config.sections.sampling import EvaluationSection
 from shoal.config.sections.task import TaskSection
 from shoal.job.job import Job
 from shoal.protocols import GroupRequest
-from shoal.records import Completion, Example, Group, Purpose, SamplingParams, StopReason
+from shoal.records import (
+    Completion,
+    Example,
+    Group,
+    Purpose,
+    RewardFunction,
+    SamplingParams,
+    StopReason,
+)
 from shoal.report.console import Console
 from shoal.runs.metrics import majority_at_k, pass_at_k, standard_error, wilson_interval
 from shoal.runs.summary import evaluation_text, summary_rows
@@ -787,6 +795,58 @@ def test_a_run_is_asked_its_own_task(tmp_path, place):
         20,
         ("r.py:f",),
     )
+
+
+def test_other_questions_are_answered_as_long_as_the_runs_own(tmp_path):
+    own = ["task=custom", "task.path=one.jsonl", "reward=r.py:f", "temperature=0.7"]
+    own += ["max_completion_length=32", "evaluation.samples=2", "evaluation.temperature=0.5"]
+    model = f"model={stored_run(tmp_path, own)}"
+    words_of_rows = ["task=rows", "reward=python:f", "max_completion_length=32"]
+    of_python = stored_run(tmp_path / "rows", words_of_rows)
+
+    # A run on rows from Python whose answers are judged by a file, as its error message suggests.
+    other = ["task=custom", "task.path=two.jsonl", "reward=r.py:f"]
+    config, resolved = cli._compose("eval", [f"model={of_python}", *other])
+    assert config.sampling.max_completion_tokens == 32
+    assert config.sampling.max_prompt_tokens == 1024  # the preset's, for other prompts
+    assert resolved.notes[0] == (
+        f"{of_python}: evaluates custom with sampling.max_completion_tokens=32, as the run had"
+    )
+
+    def of(*words):
+        config, resolved = cli._compose("eval", [model, *words])
+        return config.sampling, config.evaluation, resolved.notes[0]
+
+    sampling, evaluation, note = of("task=words")
+    assert (sampling.max_completion_tokens, sampling.temperature) == (32, 0.7)
+    assert (evaluation.samples, evaluation.temperature) == (2, 0.5)
+    assert note.endswith("evaluates words with sampling.max_completion_tokens=32, as the run had")
+    # What the user gives wins, by any of its names and in a file.
+    for words in (["max_completion_length=48"], [str(tmp_path / "mine.yaml")]):
+        (tmp_path / "mine.yaml").write_text("sampling: {max_completion_tokens: 48}\n")
+        sampling, evaluation, note = of("task=words", *words)
+        assert (sampling.max_completion_tokens, sampling.temperature) == (48, 0.7)
+        assert note.endswith("evaluates words with sampling.max_completion_tokens=48")
+    # A published benchmark has a protocol of its own.
+    sampling, evaluation, note = of("task=gsm8k")
+    assert (sampling.max_completion_tokens, sampling.temperature) == (512, 1.0)
+    assert evaluation.samples == 1
+    assert note.endswith(
+        "evaluates gsm8k with sampling.max_completion_tokens=512, of the benchmark's own protocol; "
+        "the run had sampling.max_completion_tokens=32"
+    )
+
+
+def test_only_tasks_with_right_answers_are_sampled_for_pass_k():
+    config, _ = cli._compose("eval", ["task=words"])
+    assert config.for_task(judges=True).pass_k == 8 == config.largest_group
+    left_out = config.for_task(judges=False)
+    assert left_out.pass_k == 0 and left_out.largest_group == 1
+    given = replace(config, pass_k=3)
+    assert given.for_task(judges=False) == given == given.for_task(judges=True)
+    by_reward = task(correct=None, correct_by="right")
+    assert not by_reward.judges and task(correct=lambda text, example: True).judges
+    assert replace(by_reward, rewards=(RewardFunction("right", len),)).judges
 
 
 def test_the_run_started_last_is_asked_its_own_task(tmp_path):

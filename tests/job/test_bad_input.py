@@ -547,7 +547,7 @@ def test_prompts_to_generate_from(workshop, capsys, tmp_path, text, parts):
         ),
         ("eval model={model} output={in}/below", ["output={in}/below cannot be written"]),
         ("eval model={model} pass_k=9 batch=8", ["batch=8", "9 or more"]),
-        ("eval model={model} pass_k=-1", ["pass_k=-1", "0 (off) or more"]),
+        ("eval model={model} pass_k=-2", ["pass_k=-2", "-1 (auto) or more"]),
     ],
 )
 def test_other_commands(workshop, capsys, tmp_path, words, parts):

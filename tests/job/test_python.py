@@ -629,8 +629,10 @@ def test_rows_are_evaluated_as_the_run_evaluates_them(result, workshop):
     assert figures["held_out"]["num_questions"] == 3 and "accuracy" not in figures["held_out"]
     # The run's own folder as the model, with the rows given again, by TRL's names.
     run = str(result.folder)
-    figures = shoal.evaluate(model=run, eval_dataset=rows(40)[-3:], reward=closure(0.5), pass_k=0)
+    figures = shoal.evaluate(model=run, eval_dataset=rows(40)[-3:], reward=closure(0.5), batch=8)
     assert figures["held_out"]["mean_reward"] == result.after["held_out"]["mean_reward"]
+    # Nothing says which answers are right, so there are no samples for pass@k.
+    assert "sampled_mean_reward" not in figures["held_out"]
     with pytest.raises(shoal.ShoalError, match="the task of this run came from Python"):
         shoal.evaluate(model=run, reward=closure(0.5))
     with pytest.raises(shoal.ShoalError, match="the reward of this run came from Python"):

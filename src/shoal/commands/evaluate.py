@@ -56,6 +56,7 @@ def evaluate(
         job.check()
         Findings(console).extend(job.findings.at("warning"))
         task = job.task
+        config = config.for_task(task.judges)
         taken = sorted(set(OUTPUT_FIELDS) & set(task.evaluations))
         if output and taken:
             raise ShoalError(

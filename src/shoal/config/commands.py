@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shoal.config.key import STAGES, Stage, at_least, keys_of, require
@@ -46,9 +46,10 @@ class EvalConfig:
     """Print the figures as JSON."""
     batch: int = 128
     """Completions sampled at once on each device."""
-    pass_k: int = 8
-    """Completions of each question for pass@k, beside the greedy answers; 0 for off. Not used with
-    evaluation.temperature, whose answers give pass@k themselves."""
+    pass_k: int = -1
+    """Completions of each question for pass@k, beside the greedy answers; 0 for off, -1: 8 if the
+    task says which answers are right, else 0. Not used with evaluation.temperature, whose answers
+    give pass@k themselves."""
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)
@@ -59,16 +60,23 @@ class EvalConfig:
 
     @property
     def largest_group(self) -> int:
-        """The most completions of a question that are sampled together."""
+        """The most completions of a question that may be sampled together."""
         if self.evaluation.is_greedy:
-            return max(1, self.pass_k)
+            return max(1, self.for_task(judges=True).pass_k)
         return self.evaluation.samples
 
+    def for_task(self, judges: bool) -> EvalConfig:
+        """Returns the configuration with `pass_k` decided if it was left open. `judges`: whether
+        the task says which answers are right."""
+        if self.pass_k >= 0:
+            return self
+        return replace(self, pass_k=8 if judges else 0)
+
     def __post_init__(self) -> None:
-        """Checks the values: raises ShoalError, which names the key, if `pass_k` is negative, or
+        """Checks the values: raises ShoalError, which names the key, if `pass_k` is below -1, or
         `batch` is below 1 or, times `mesh.tensor`, below the completions of a question, which need
         room. The first fault found is raised."""
-        at_least(self, "", 0, "pass_k", note="off")
+        at_least(self, "", -1, "pass_k", note="auto")
         least = -(-self.largest_group // self.mesh.tensor)
         require(
             self.batch >= least,

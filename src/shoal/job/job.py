@@ -831,6 +831,8 @@ class Job(StagedJob):
         longest prompt (0, which means `sampling.max_prompt_tokens`, if not all prompts are known
         before the run), and the number of completions of a whole evaluation."""
         settings = self.config_for_devices if self.trains else self.requested
+        if isinstance(settings, EvalConfig):
+            settings = settings.for_task(self.task.judges)
         quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
             sets=self.evaluation_sets,
@@ -1012,6 +1014,8 @@ class Job(StagedJob):
 
     @stage(
         needs=(
+            "loaded_task",
+            "reward_functions",
             "group_rewards",
             "cluster",
             "world",
@@ -1078,7 +1082,7 @@ class Job(StagedJob):
         sampling = c.sampling
         slots = c.batch * self.model.role.mesh.size
         if isinstance(c, EvalConfig):
-            group_size = c.largest_group
+            group_size = c.for_task(self.task.judges).largest_group
             truncated = c.evaluation.params(sampling.params).truncated
             sampling = self.sampling_settings
             # 0 slots: no limit but the batch's.

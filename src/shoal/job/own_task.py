@@ -8,9 +8,9 @@ from pathlib import Path
 
 from shoal.config.arguments import Layer, Setting
 from shoal.config.commands import EvalConfig
-from shoal.config.key import keys_of
+from shoal.config.key import get_value, keys_of
 from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS, ROWS
-from shoal.config.merge import Resolved, load
+from shoal.config.merge import Resolved, given_values, load
 from shoal.config.sections.task import GENERATED_TASKS
 from shoal.config.stored import difference_from_defaults
 from shoal.config.train import Config
@@ -26,14 +26,25 @@ SECTIONS = ("task", "reward", "environment", "sampling", "evaluation")
 call, how and how long it answers, and how answers are scored. The other sections that both commands
 have are about the model, which the user names, and about the devices of this machine."""
 
+OF_ANSWERS = (
+    "sampling.max_completion_tokens",
+    "sampling.max_prompt_tokens",
+    "sampling.stop",
+    *(f"sampling.{name}" for name in ("temperature", "top_k", "top_p", "min_p")),
+    *(f"evaluation.{name}" for name in ("samples", "temperature", "top_k", "top_p", "min_p")),
+)
+"""Keys that it takes from a run also for other questions than the run's own: how and how long its
+model answers."""
+
 
 def config_for_eval_of_run(
     config: EvalConfig, resolved: Resolved, has_functions: bool = False, has_rows: bool = False
 ) -> tuple[EvalConfig, Resolved]:
     """Returns the configuration, and where its values come from, with the task, rewards,
     environment and lengths of the run in `model.path` as defaults: the user's own keys come before
-    them. A note that says so becomes the first of the second's `notes`. Returns both unchanged if
-    the model is no run, if another task is named, or if stored responses are scored.
+    them. If another task is named, only the lengths and settings of sampling are those of the run
+    (`_with_answers_as`). A note that says so becomes the first of the second's `notes`. Returns
+    both unchanged if the model is no run, or if stored responses are scored.
     `has_functions`, `has_rows`: True if reward functions, or rows, were passed from Python.
     ShoalError if the run used Python objects that are not given again."""
     path = config.model.path
@@ -47,7 +58,7 @@ def config_for_eval_of_run(
         return config, resolved
     stored = read_requested(run)
     if "task.name" in resolved.origins and config.task.name != stored.task.name:
-        return config, resolved
+        return _with_answers_as(stored, config, resolved)
 
     keys = keys_of(EvalConfig)
     given_code = {keys[name].names_code for name in resolved.origins if name in keys}
@@ -88,6 +99,41 @@ def config_for_eval_of_run(
     if has_rows:
         line = f"{path}: evaluates the rows that are given, with the lengths of the run"
     return config, replace(resolved, notes=(line, *resolved.notes))
+
+
+def _with_answers_as(
+    stored: Config, config: EvalConfig, resolved: Resolved
+) -> tuple[EvalConfig, Resolved]:
+    """Returns the configuration of an evaluation of a run on another task than its own, and where
+    its values come from, with the values of OF_ANSWERS that the run had and that the user did not
+    give; and a note that says how long answers may be. A published benchmark keeps the values of
+    its own protocol. `stored`: the run's configuration."""
+    path, task = config.model.path, config.task.name
+    if task not in (*GENERATED_TASKS, "custom", ROWS):
+        line = f"{path}: evaluates {task} with {_length(config)}"
+        if _length(config) != _length(stored):
+            line += f", of the benchmark's own protocol; the run had {_length(stored)}"
+        return config, replace(resolved, notes=(line, *resolved.notes))
+    given = given_values(EvalConfig, resolved.arguments, *OF_ANSWERS)
+    settings = []
+    for name in OF_ANSWERS:
+        value = get_value(stored, name)
+        if name == "sampling.max_prompt_tokens":  # a limit for other prompts than the run's
+            value = max(value, config.sampling.max_prompt_tokens)
+        if name not in given:
+            settings.append(Setting(name, list(value) if name == "sampling.stop" else value, path))
+    # On the command line, because the preset of the task is directly beneath it.
+    arguments = replace(resolved.arguments, settings=(*settings, *resolved.arguments.settings))
+    config, resolved = with_last_runs(*load(EvalConfig, arguments))
+    line = f"{path}: evaluates {task} with {_length(config)}"
+    if _length(config) == _length(stored):
+        line += ", as the run had"
+    return config, replace(resolved, notes=(line, *resolved.notes))
+
+
+def _length(config: Config | EvalConfig) -> str:
+    """Returns a configuration's longest completion, as the key with its value."""
+    return f"sampling.max_completion_tokens={config.sampling.max_completion_tokens}"
 
 
 def rows_trained_on(path: str, console: Console) -> list[Example] | None:

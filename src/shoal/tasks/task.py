@@ -115,6 +115,12 @@ class Task:
     data: DataReport = field(default_factory=DataReport)
     """The files that were read, with their rows, and the training rows that were dropped."""
 
+    @property
+    def judges(self) -> bool:
+        """True if the task says which answers are right, so that there is an accuracy."""
+        by_reward = any(reward.name == self.correct_by for reward in self.rewards)
+        return self.correct is not None or by_reward
+
 
 def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
     """Loads the task that `task.name` names, with its built-in rewards and all its questions.

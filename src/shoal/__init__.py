@@ -122,7 +122,7 @@ def train(
     (`optimizer={"lr": 1e-5}`), dotted (`**{"optimizer.lr": 1e-5}`) or with two underscores
     (`optimizer__lr=1e-5`). A key whose value is None counts as not given."""
     from shoal.commands.train import train as run
-    from shoal.compat.trl_objects import note_on_recipe, without_objects
+    from shoal.compat.trl_objects import notes_on_arguments, without_objects
     from shoal.config.keywords import held_out_name
     from shoal.job.cache import cache_by_configuration
     from shoal.job.process import open_console
@@ -131,7 +131,7 @@ def train(
     from shoal.runs.result import Result
     from shoal.tasks.custom import given_data, listed
 
-    notes = note_on_recipe(overrides)
+    notes = notes_on_arguments(overrides)
     overrides = without_objects(overrides)
     task = _by_either_name("task", task, "train_dataset", train_dataset)
     held_out = _by_either_name("held_out", held_out, "eval_dataset", eval_dataset)

@@ -14,7 +14,7 @@ import pytest
 
 import shoal
 from shoal.compat.front import in_their_names
-from shoal.compat.trl_objects import without_objects
+from shoal.compat.trl_objects import notes_on_arguments, without_objects
 from shoal.config.commands import EvalConfig
 from shoal.config.merge import compose
 from shoal.job.resume import from_overrides_on_run
@@ -645,12 +645,51 @@ def test_resume_off_says_that_a_run_name_goes_on():
 
 
 def test_vllm_on_the_trainers_devices_is_the_model_itself():
-    _, resolved = resolved_of(use_vllm=True, vllm_mode="colocate")
-    assert resolved.start_lines[1:] == [
-        "use_vllm=True, vllm_mode=colocate change nothing here: with vllm_mode=server the sampler "
-        "is `vllm serve`, with the calls that load weights; else the model itself, on the "
-        "trainer's devices"
+    for keywords in (
+        {"use_vllm": True, "vllm_mode": "colocate"},
+        {"use_vllm": False, "vllm_mode": "server"},
+        {"use_vllm": False},
+    ):
+        _, resolved = resolved_of(**keywords)
+        given = ", ".join(f"{name}={value}" for name, value in keywords.items())
+        verb = "changes" if len(keywords) == 1 else "change"
+        assert [line for line in resolved.start_lines if "use_vllm" in line] == [
+            f"{given} {verb} nothing here: only with use_vllm=true and vllm_mode=server the "
+            "sampler is `vllm serve`, with the calls that load weights; else it is the model "
+            "itself, on the trainer's devices"
+        ]
+
+
+def test_a_number_of_updates_that_is_no_whole_number_of_steps_is_said_to_be_rounded():
+    counted = {"num_iterations": 2, "max_steps": 20, "save_steps": 3}
+    config, resolved = resolved_of(**counted)
+    assert (config.checkpoint.every, config.steps) == (2, 10)
+    [line] = [line for line in resolved.start_lines if "save_steps" in line]
+    assert line == (
+        "save_steps=3 became checkpoint.every=2: counted in updates there, 2 to a step here, so "
+        "save_steps=3 is rounded up to 2 steps"
+    )
+    [line] = [line for line in resolved.start_lines if "max_steps" in line]
+    assert line == "max_steps=20 became steps=10: counted in updates there, 2 to a step here"
+    config, resolved = resolved_of(**counted | {"max_steps": 1})
+    assert config.steps == 1 and "so max_steps=1 is rounded up to 1 step" in str(resolved.notes)
+
+
+def test_a_keyword_beside_the_configuration_counts_and_is_said(capsys):
+    arguments = GRPOConfig(learning_rate=1e-4, num_generations=4, output_dir="out")
+    given = {"learning_rate": 3e-4, "num_generations": 4, "output_dir": None, "max_steps": 5}
+    assert notes_on_arguments({"args": arguments, "recipe": "trl", **given}) == [
+        "learning_rate=0.0003 counts, the argument of its own, and not learning_rate=0.0001 of "
+        "args=GRPOConfig"
     ]
+    replaced = without_objects({"args": arguments, **given})
+    assert (replaced["learning_rate"], replaced["max_steps"]) == (3e-4, 5)
+    assert replaced["output_dir"] == "out"  # None is an argument that is not given
+    of_mapping = notes_on_arguments({"args": {"learning_rate": 1e-4}, "learning_rate": 3e-4})
+    assert of_mapping[0].startswith("learning_rate=0.0003 counts")
+    # It is among the first lines of a run.
+    shoal.train(args=arguments, learning_rate=3e-4, dry_run=True)
+    assert "learning_rate=0.0003 counts" in capsys.readouterr().out
 
 
 def test_an_evaluation_without_rows_is_refused(monkeypatch):

@@ -517,7 +517,7 @@ def trl_updates(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     [(name, text)] = given.items()
     if to_int(name, text, -1) == -1:
         return {}, "num_train_epochs says how long the run is"
-    return {"steps": _steps_of(name, text, 0, get)}, _counted_in_updates(get)
+    return {"steps": _steps_of(name, text, 0, get)}, _counted_in_updates(name, text, get)
 
 
 def trl_episodes(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
@@ -595,8 +595,9 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
             values |= {key: "0", "checkpoint.keep_best": "1"}
             reasons.append("each evaluated step is saved, and the best of them kept")
         elif steps_flag in given:
-            values[key] = _steps_of(steps_flag, _whole_updates(steps_flag, given, get), 0, get)
-            reasons.append(_counted_in_updates(get))
+            updates = _whole_updates(steps_flag, given, get)
+            values[key] = _steps_of(steps_flag, updates, 0, get)
+            reasons.append(_counted_in_updates(steps_flag, updates, get))
         elif not saves and get(key) == -1:
             values[key] = _steps_of(steps_flag, str(TRL_LOGGING_STEPS), 0, get)
             reasons.append(f"without eval_steps after each {TRL_LOGGING_STEPS} updates")
@@ -681,12 +682,18 @@ def _steps_of(name: str, text: str, least: int, get: GetValue) -> str:
     return str(-(-to_int(name, text, least) // _updates_of_a_step(get)))
 
 
-def _counted_in_updates(get: GetValue) -> str:
-    """Returns the sentence that the flag counts updates, if a step makes several; else ''."""
+def _counted_in_updates(name: str, text: str, get: GetValue) -> str:
+    """Returns the sentence that the flag `name`, whose value is `text`, counts updates, if a step
+    makes several; else ''. It says so if its updates are no whole number of steps."""
     each = _updates_of_a_step(get)
     if each == 1:
         return ""
-    return f"counted in updates there, {each} to a step here"
+    sentence = f"counted in updates there, {each} to a step here"
+    updates = to_int(name, text)
+    if updates % each:
+        steps = count(-(-updates // each), "step")
+        sentence += f", so {name}={updates} is rounded up to {steps}"
+    return sentence
 
 
 def trl_staleness(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:

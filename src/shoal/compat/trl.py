@@ -812,8 +812,8 @@ FLAGS: list[Flag] = [
     *grouped(
         read_vllm,
         "sampler.kind vllm.urls",
-        "with vllm_mode=server the sampler is `vllm serve`, with the calls that load weights; else "
-        "the model itself, on the trainer's devices",
+        "only with use_vllm=true and vllm_mode=server the sampler is `vllm serve`, with the calls "
+        "that load weights; else it is the model itself, on the trainer's devices",
         "use_vllm",
         is_switch=True,
         is_quiet=False,

@@ -45,7 +45,11 @@ def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> 
         for name, value in of_arguments.items():
             if not _is_of_training_alone(name, value, config_type):
                 fields[name] = value
-        remaining = {**fields, **remaining}
+        for name, value in remaining.items():
+            is_given = value is not None or name not in fields
+            if is_given:
+                fields[name] = value
+        remaining = fields
     adapter = remaining.pop("peft_config", None)
     if adapter is not None:
         remaining["peft_config"] = _fields_of_adapter(adapter)
@@ -104,15 +108,30 @@ def implies_recipe(keywords: Mapping[str, Any]) -> bool:
     return not any(keywords.get(name) for name in SAY_THE_REST)
 
 
-def note_on_recipe(keywords: Mapping[str, Any]) -> list[str]:
-    """Returns the line that says that `args` implies a recipe, as a list; [] if it does not."""
-    if not implies_recipe(keywords):
-        return []
-    name = _class_name(keywords["args"])
-    return [
-        f"args={name} means recipe=trl: what {name} and the other arguments do not set has TRL's "
-        "defaults; recipe=None keeps Shoal's"
-    ]
+def notes_on_arguments(keywords: Mapping[str, Any]) -> list[str]:
+    """Returns lines about `args`: that it implies a recipe, if it does, and for each field that was
+    changed in it that a keyword of the same name has another value, which counts."""
+    arguments = keywords.get("args")
+    name = _class_name(arguments)
+    notes = []
+    if implies_recipe(keywords):
+        notes.append(
+            f"args={name} means recipe=trl: what {name} and the other arguments do not set has "
+            "TRL's defaults; recipe=None keeps Shoal's"
+        )
+    fields: dict[str, Any] = {}
+    if isinstance(arguments, Mapping):
+        fields = dict(arguments)
+    elif _is_record(arguments):
+        fields = dict(_changed_fields(arguments))
+    for field, value in fields.items():
+        given = keywords.get(field)
+        if given is not None and given != value:
+            notes.append(
+                f"{field}={shorten(str(given), 100)} counts, the argument of its own, and not "
+                f"{field}={shorten(str(value), 100)} of args={name}"
+            )
+    return notes
 
 
 def _is_of_training_alone(name: str, value: Any, config_type: type) -> bool:

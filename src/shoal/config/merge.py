@@ -76,9 +76,9 @@ def layers_of(
     replaced yet), and the path of the preset or file that was loaded (None if none was). Beneath
     each layer of the user are the presets that it names, but a recipe that the command line names
     is beneath the user's file; a task's preset is loaded only if no preset or file is named.
-    ShoalError if there is no such preset or file. `stored`: the file of a
-    run's configuration, read in place of presets and files (recipes and algorithms that it names
-    are still read); `beneath`: a layer beneath everything that the user gave."""
+    ShoalError if there is no such preset or file. `stored`: the file of a run's configuration, read
+    in place of presets and files (recipes and algorithms that it names are still read); `beneath`:
+    a layer beneath everything that the user gave."""
     layers, file = users_layers(config_type, arguments, stored, beneath)
     line = len(layers) - 1  # index of the command line's layer
     presets: dict[int, list[Layer]] = {}  # index of a layer -> the presets directly beneath it

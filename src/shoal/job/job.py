@@ -831,9 +831,9 @@ class Job(StagedJob):
         longest prompt (0, which means `sampling.max_prompt_tokens`, if not all prompts are known
         before the run), and the number of completions of a whole evaluation."""
         settings = self.config_for_devices if self.trains else self.requested
+        quick_questions = settings.quick_questions if self.trains else 0
         if isinstance(settings, EvalConfig):
             settings = settings.for_task(self.task.judges)
-        quick_questions = settings.quick_questions if self.trains else 0
         evaluator = Evaluator(
             sets=self.evaluation_sets,
             params=settings.sampling.params,

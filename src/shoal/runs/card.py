@@ -139,7 +139,7 @@ def _settings_to_give(requested: Config) -> dict[str, Any]:
     """Returns the values, by dotted key, that ask for such a run: those that differ from the
     defaults, and those at their default that a preset which they name would change."""
     settings = difference_from_defaults(requested)
-    left_out = set(_NOT_OF_THE_RECIPE)
+    left_out: set[str] = set(_NOT_OF_THE_RECIPE)
     if requested.batch.prompts_per_device:
         # It decides how many prompts a step has, and Shoal warns of both.
         left_out.add("batch.prompts_per_step")

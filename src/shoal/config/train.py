@@ -106,6 +106,17 @@ class Config:
             self.optimizer.reduce_dtype,
             "float32, or together with model.dtype=bfloat16",
         )
+        self._check_groups()
+        self._check_teacher()
+        self._check_critic()
+        self._check_schedule()
+        self._check_samplers()
+        self._check_vllm()
+        self._check_router_replay()
+        self._check_sampler_quantise()
+
+    def _check_groups(self) -> None:
+        """Checks how many answers a prompt has, sampled or in the data."""
         if self.algorithm.learns_from_data:
             require(
                 self.batch.group_size == 1,
@@ -147,6 +158,9 @@ class Config:
                 "2 or more, or algorithm.advantage=gae with it: a group of one has nothing to be "
                 "compared with",
             )
+
+    def _check_teacher(self) -> None:
+        """Checks that a teacher can score what the run samples."""
         rewrites_prompts = bool(
             self.environment.factory or self.environment.rollout or self.environment.agent
         )
@@ -178,6 +192,9 @@ class Config:
             self.teacher.quantise,
             "none with model.dtype=float16, whose largest number products of 8-bit weights exceed",
         )
+
+    def _check_critic(self) -> None:
+        """Checks that a critic is used, and can share the policy's layers."""
         require(
             not self.critic.path or self.algorithm.has_critic,
             "critic.path",
@@ -191,6 +208,9 @@ class Config:
             "false with model.dtype=float16, whose gradients have a scale for each loss; bfloat16 "
             "needs none",
         )
+
+    def _check_schedule(self) -> None:
+        """Checks mini-batches, the age of weights, slots and evaluations."""
         require(
             self.algorithm.num_minibatches <= self.batch.prompts_per_step
             or self.batch.prompts_per_device > 0,
@@ -237,6 +257,9 @@ class Config:
             self.train.quick_questions,
             "0 (all) with checkpoint.keep_best, which compares evaluations",
         )
+
+    def _check_samplers(self) -> None:
+        """Checks how weights reach the samplers, and which devices these have."""
         allowed = self.sampler.channels
         require(
             self.publish.channel in allowed,
@@ -260,6 +283,9 @@ class Config:
                     f"{unset!r} with sampler.kind={self.sampler.kind}: its workers have devices of "
                     "their own (sampler.devices_per_worker), and the trainer is one process",
                 )
+
+    def _check_vllm(self) -> None:
+        """Checks what servers of vLLM can do."""
         if self.sampler.kind == "vllm":
             require(
                 bool(self.vllm.urls) != bool(self.vllm.python),
@@ -297,6 +323,9 @@ class Config:
                 "0 (greedy) with sampler.kind=vllm and algorithm.match_sampling_support, for which "
                 "its servers return all tokens that an answer was sampled from",
             )
+
+    def _check_router_replay(self) -> None:
+        """Checks that the samplers return the routes of tokens, if the update repeats them."""
         if self.model.router_replay == "on":
             require(
                 not self.sampler.engine,
@@ -311,6 +340,9 @@ class Config:
                 "on",
                 "off or auto in a run that learns from data, which has no routes",
             )
+
+    def _check_sampler_quantise(self) -> None:
+        """Checks that the samplers can quantise the weights that they get."""
         kind = self.sampler.quantise
         if kind != "none":
             require(

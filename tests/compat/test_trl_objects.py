@@ -450,6 +450,9 @@ def test_a_model_that_is_an_object_is_asked_for_by_its_name():
     read_from = r"this one was read from org/model"
     with pytest.raises(shoal.ShoalError, match=f"^model=Weights: expected a folder .*{read_from}"):
         resolved_of(model=Weights())
+    for keywords in ({"model_name_or_path": Weights()}, {"model": {"path": Weights()}}):
+        with pytest.raises(shoal.ShoalError, match=f"=Weights: expected a folder .*{read_from}"):
+            resolved_of(**keywords)
     for rewards in (Weights(), [ones, Weights()]):
         with pytest.raises(shoal.ShoalError, match=f"reward_funcs='model:PATH' .{read_from}"):
             resolved_of(reward_funcs=rewards)

@@ -64,15 +64,23 @@ def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> 
     return remaining
 
 
+MODEL_NAMES = ("model", "model.path", "model__path", "model_name_or_path")
+"""Keywords that name the model."""
+
+
 def _check_models(keywords: Mapping[str, Any]) -> None:
     """Raises ShoalError if a model is given as an object with weights, where its folder or its name
-    is needed: as `model`, or, because it can be called, among the reward functions."""
-    model = keywords.get("model")
-    if not (model is None or isinstance(model, str | os.PathLike | Mapping)):
-        raise ShoalError(
-            f"model={_class_name(model)}: expected a folder or a hub id, from which weights are "
-            f"read{_known_as(model)}; model.save_pretrained(FOLDER) writes a folder"
-        )
+    is needed: as the model, by one of MODEL_NAMES, or, because it can be called, among the reward
+    functions."""
+    for name in MODEL_NAMES:
+        model = keywords.get(name)
+        if isinstance(model, Mapping):  # the section `model`
+            model = model.get("path")
+        if not (model is None or isinstance(model, str | os.PathLike)):
+            raise ShoalError(
+                f"{name}={_class_name(model)}: expected a folder or a hub id, from which weights "
+                f"are read{_known_as(model)}; model.save_pretrained(FOLDER) writes a folder"
+            )
     for name in ("reward", "reward_funcs"):
         given = keywords.get(name)
         rewards = given if isinstance(given, list | tuple) else [given]

@@ -547,6 +547,7 @@ def test_prompts_to_generate_from(workshop, capsys, tmp_path, text, parts):
         ),
         ("eval model={model} output={in}/below", ["output={in}/below cannot be written"]),
         ("eval model={model} pass_k=9 batch=8", ["batch=8", "9 or more"]),
+        (f"eval model=./{'long' * 64}", ["model.path='./longlong", "more than 255 bytes"]),
         ("eval model={model} pass_k=-2", ["pass_k=-2", "-1 (auto) or more"]),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Literal
 
 from shoal.config.key import at_least, key, require
 from shoal.config.sections.devices import WEIGHTS_ON_DEVICES
+from shoal.text import shorten
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class LoraSection:
             self.targets,
             "names of products, or all-linear",
         )
+
+
+LONGEST_FILE_NAME = 255
+"""Bytes of a name in a path, on Linux and macOS."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,16 @@ class ModelSection:
     blocked."""
 
     def __post_init__(self) -> None:
-        """Checks the values: raises ShoalError, which names the key, if 8-bit weights are asked for
-        with float16."""
+        """Checks the values: raises ShoalError, which names the key, if a name in the path is
+        longer than a file's name can be, or if 8-bit weights are asked for with float16. The first
+        fault found is raised."""
+        longest_name = max(len(name.encode()) for name in self.path.split("/"))
+        require(
+            longest_name <= LONGEST_FILE_NAME,
+            "model.path",
+            shorten(self.path, 100),
+            f"a folder or a hub id, without a name of more than {LONGEST_FILE_NAME} bytes",
+        )
         require(
             self.quantise == "none" or self.dtype != "float16",
             "model.quantise",

@@ -1002,7 +1002,7 @@ def test_the_summary_compares_before_and_after():
     )
     assert (
         "1 step in 1:33 for 0.0456: sampling 1.5k tokens/s, training -, with the compilation of "
-        "1,200 programs" in lines
+        "1,200 programs in this process" in lines
     )
     assert "4,321 tokens sampled: 4,000 trained on, 321 unfinished" in lines
     assert lines[-8:] == [

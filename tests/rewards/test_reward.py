@@ -152,6 +152,12 @@ def test_a_wish_that_no_column_meets_names_the_nearest() -> None:
     ):
         run(mistyped)
 
+    def half_verl(solution_str: str, truth: str) -> float:
+        return 0.0
+
+    with pytest.raises(ShoalError, match=r"'solution_str', which .* together with 'ground_truth'"):
+        run(half_verl)
+
     def by_position(completions: Any, /) -> list[float]:
         return []
 

@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 
 import shoal
+from shoal.config.merge import compose
 from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import ShoalError
@@ -413,6 +414,27 @@ def test_training_rows_are_evaluated_on_where_that_is_asked_for(tmp_path: Path) 
         assert key in task.notes[0] and "evaluated on the rows that are trained on" in task.notes[0]
     with pytest.raises(ShoalError, match=r"held_out is a str: expected rows.*, or 'train'"):
         rows_task(GOOD, "test")
+
+
+def test_rows_that_an_evaluation_leaves_out_are_said(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(lines(*GOOD))
+    val = tmp_path / "val.jsonl"
+    val.write_bytes(lines(*({"prompt": f"{i} + 1?", "answer": i + 1} for i in range(3))))
+    keys: dict[str, Any] = {"eval_split": str(val)}
+    cut = load(tmp_path / "train.jsonl", num_eval_questions=2, **keys)
+    said = "held_out: the first 2 of 3 rows are evaluated on; task.num_eval_questions=0"
+    assert len(cut.evaluations["held_out"]) == 2
+    assert any(note.startswith(said) for note in cut.notes)
+    for count in (0, 3):
+        whole = load(tmp_path / "train.jsonl", num_eval_questions=count, **keys)
+        assert len(whole.evaluations["held_out"]) == 3
+        assert not any("num_eval_questions" in note for note in whole.notes)
+
+
+@pytest.mark.parametrize("recipe", ["verl", "trl"])
+def test_recipes_of_systems_that_evaluate_on_all_rows_do_so(recipe: str) -> None:
+    config, _ = compose("train", [f"recipe={recipe}"])
+    assert config.task.num_eval_questions == 0
 
 
 def test_rows_to_evaluate_on_may_have_other_columns(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from shoal.tasks.builtin_rewards import PENALTY, find_builtin, overlong_punishme
 from shoal.tasks.custom import Correct, rows_of_section
 from shoal.tasks.generated import LazyRows
 from shoal.tasks.graders.judge_model import JudgeFunction
+from shoal.tasks.splits import asked_rows
 from shoal.tasks.task import Task, load_by_name, no_reward
 from shoal.text import count
 from shoal.trainer.prompts import Encode, TokenizedExample, prepare
@@ -156,11 +157,20 @@ def given_rewards(
 
 def with_fewer_questions(loaded: Task, task: TaskSection) -> Task:
     """Returns the task with each evaluation set cut to its first `task.num_eval_questions` (0:
-    all). The given task is not changed."""
-    count = task.num_eval_questions or None
-    return replace(
-        loaded, evaluations={name: rows[:count] for name, rows in loaded.evaluations.items()}
-    )
+    all), and with a note on each that was longer, unless the task itself says it. The given task is
+    not changed."""
+    limit = task.num_eval_questions
+    evaluations: dict[str, Sequence[Example]] = {}
+    notes = list(loaded.notes)
+    for name, rows in loaded.evaluations.items():
+        evaluations[name] = rows[: limit or None]
+        asked = asked_rows(len(rows), limit)
+        is_said = any(asked in note for note in notes)
+        if len(evaluations[name]) < len(rows) and not is_said:
+            notes.append(
+                f"{name}: {asked} are evaluated on; task.num_eval_questions=0 evaluates on all"
+            )
+    return replace(loaded, evaluations=evaluations, notes=tuple(notes))
 
 
 def with_system_prompt(task: Task, text: str) -> Task:

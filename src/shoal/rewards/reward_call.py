@@ -485,6 +485,11 @@ def _what_is_near(name: str, given: Mapping[str, Any]) -> str:
     near_argument = did_you_mean(name, arguments)
     if near_argument and not did_you_mean(name, columns):
         return f"which is neither an argument of reward functions nor a column{near_argument}"
+    if name == "solution_str":  # with `ground_truth` too it would be called as verl calls it
+        return (
+            "which functions of verl take together with 'ground_truth': name both, as in "
+            "def f(data_source, solution_str, ground_truth, extra_info)"
+        )
     near = did_you_mean(name, columns, lists_all=True)
     other = columns[0] if len(columns) == 1 else "OTHER"
     return f"which is not a column of the data{near} (task.columns=[{name}={other}] renames one)"

@@ -303,7 +303,7 @@ def summary_facts(summary: Summary) -> str:
         cost = f" for {number_text(summary.cost)}"
     return (
         f"{steps} in {duration(summary.seconds_total)}{cost}: sampling {sampling}, training "
-        f"{training}, with the compilation of {programs}"
+        f"{training}, with the compilation of {programs} in this process"
     )
 
 

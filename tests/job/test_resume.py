@@ -1436,6 +1436,27 @@ def test_more_steps_go_on_from_the_end(workshop, whole, capsys):
 
 
 @pytest.mark.slow
+def test_the_last_evaluation_of_a_run_that_gets_more_steps_is_kept(workshop, monkeypatch):
+    words = ("train.evaluate_every=5", "train.quick_questions=3")
+    run = workshop.train("extended", *words, "steps=2")
+    before = read_lines(run / "evaluations.jsonl")
+    answers = run / "groups" / "evaluate_held_out_000002.parquet"
+    bytes_before = answers.read_bytes()
+    assert [line["step"] for line in before] == [0, 2]
+    # Killed before the next checkpoint, so that the run is resumed from version 2 twice.
+    cut(workshop, run.name, monkeypatch, Updater, "update", 1, *words, "steps=3")
+    workshop.train(run.name, *words, "steps=3")
+    after = read_lines(run / "evaluations.jsonl")
+    assert after[:2] == before and [line["step"] for line in after] == [0, 2, 3]
+    assert answers.read_bytes() == bytes_before
+    # Now an evaluation of version 3 is due, with fewer questions: it replaces the last one.
+    workshop.train(run.name, "train.evaluate_every=3", "train.quick_questions=3", "steps=4")
+    lines = read_lines(run / "evaluations.jsonl")
+    assert [line["step"] for line in lines] == [0, 2, 3, 4]
+    assert lines[2]["num_questions"] == 3 < after[2]["num_questions"]
+
+
+@pytest.mark.slow
 def test_the_model_need_not_be_there_any_more(workshop, whole, monkeypatch, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(workshop.model, model)

@@ -481,6 +481,38 @@ def test_an_evaluation_that_is_asked_for_again_is_recorded_once(tmp_path):
         assert list(folder.read_evaluations()) == [0]
 
 
+@pytest.mark.parametrize(
+    ("written", "again", "kept"),
+    [
+        (["held_out", "hard"], [], [0, 2]),
+        (["held_out"], [], [0]),  # killed before the figures of the second data set
+        (["held_out", "hard"], [2], [0]),
+    ],
+)
+def test_the_evaluation_after_the_checkpoint_is_kept_if_it_is_whole(tmp_path, written, again, kept):
+    """The last version of a run is evaluated after its checkpoint was saved, which counts no
+    evaluation of it."""
+    with RunWriter.create(tmp_path, "run") as folder:
+        for step in (1, 2, 3):
+            folder.write_metrics(step, {"loss": 1.0})
+        for name in ("held_out", "hard"):
+            folder.write_evaluation(0, name, {"accuracy": 0.5})
+        for name in written:
+            folder.write_evaluation(2, name, {"accuracy": 0.5})
+        folder.write_evaluation(3, "held_out", {"accuracy": 0.5})
+        folder.groups_path.mkdir(exist_ok=True)
+        for step in (0, 2, 3):
+            (folder.groups_path / f"evaluate_held_out_{step:06}.parquet").touch()
+        recorder = Recorder(
+            folder, Console(io.StringIO()), 1, False, lambda _: RolloutStats(), int, int
+        )
+        recorder.restore(recorder.state(), 2, False, again, ["held_out", "hard"])
+        recorder.close()
+        assert list(recorder.evaluations) == list(folder.read_evaluations()) == kept
+        files = sorted(file.name for file in folder.groups_path.iterdir())
+        assert files == [f"evaluate_held_out_{step:06}.parquet" for step in kept]
+
+
 def events_of(path: Path) -> list[tuple[int, str, str]]:
     result = []
     for event in StoredRun(path).events():

@@ -77,6 +77,7 @@ class Diary:
     older = 0  # versions by which what is taken is older than what was asked for
 
     def __init__(self) -> None:
+        self.sets: dict[str, list] = {}  # of an evaluation
         self.events: list[tuple] = []
         self.available: list[int] = []
         self.pending: dict[int, list[GroupRequest]] = {}

@@ -406,16 +406,23 @@ class Recorder:
         }
 
     def restore(
-        self, state: Mapping[str, Any], version: int, evaluated: bool, again: Collection[int] = ()
+        self,
+        state: Mapping[str, Any],
+        version: int,
+        evaluated: bool,
+        again: Collection[int] = (),
+        data_sets: Collection[str] = (),
     ) -> None:
         """Continues a run after `version`: sets the recorder to the state that the checkpoint of
         this version holds, and rewinds the run's files to it.
 
-        Removed from the files are all later steps, the evaluation of `version` unless it was
-        complete (`evaluated`), and the evaluations of the versions in `again`, which the run will
-        repeat. Warns if lines of earlier steps are missing. `state`: what the method `state`
-        returned. This recorder must be new, because some sums are added to its own, others replace
-        them."""
+        Removed from the files are all later steps, the evaluation of `version` unless it is
+        complete, and the evaluations of the versions in `again`, which the run will repeat. The
+        evaluation of `version` is complete if it was so when the checkpoint was saved
+        (`evaluated`), or if there are figures of each of `data_sets` now: the last version of a run
+        is evaluated after its checkpoint. Warns if lines of earlier steps are missing. `state`:
+        what the method `state` returned. This recorder must be new, because some sums are added to
+        its own, others replace them."""
         self.prompts_dropped = state["dropped"]
         self.failures.update({(name, kind): number for name, kind, number in state["failures"]})
         self.seconds.update(state["seconds"])
@@ -429,7 +436,9 @@ class Recorder:
         # the present one stands for it.
         known = state.get("cost", 0.0)
         self._cost_before = known or self.price_per_hour * state["seconds_total"] / 3600
-        self.folder.rewind(version, evaluated, again)
+        figures = self.folder.read_evaluations().get(version, {})
+        is_complete = evaluated or (bool(figures) and set(data_sets) <= set(figures))
+        self.folder.rewind(version, is_complete and version not in again, again)
         missing = self.folder.missing_steps(version)
         if missing:
             self.console.warning(

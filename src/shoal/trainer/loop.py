@@ -238,7 +238,12 @@ class Run:
         # must be published.
         if self.publication_due(version):
             self.publish(version, state.trainable)
-        self.recorder.restore(extra["recorder"], version, extra["evaluated"], self.evaluating)
+        made_again = set(self.evaluating)
+        if self.is_evaluated_again(version, extra["evaluated"]):
+            made_again.add(version)
+        self.recorder.restore(
+            extra["recorder"], version, extra["evaluated"], made_again, self.evaluator.sets
+        )
         parts = {0: dict(leaves(extra["config"])), 1: values_of(self.config)}
         if reward_changed_at(parts):
             # The rewards that answers had are not compared with those of another reward.
@@ -248,6 +253,15 @@ class Run:
         if missing and not self.ends_at(version):
             self.evaluate(version, state)
         return state, version
+
+    def is_evaluated_again(self, version: int, evaluated: bool) -> bool:
+        """True if the run, resumed from the checkpoint of `version`, makes an evaluation of this
+        version itself. `evaluated`: True if the checkpoint was saved after a complete evaluation of
+        it. A version that was the last one of a run which now gets more steps is evaluated again
+        only if `evaluate_every` asks for it."""
+        if version == self.config.steps or self.ends_at(version):
+            return True  # the last version's evaluation is made after the last step
+        return self.evaluation_due(version) and not evaluated
 
     def store_resume_settings(self) -> None:
         """Stores a resumed run's new settings, once: after a step succeeded, or at an interrupt.

@@ -204,11 +204,35 @@ def test_a_grpo_config_beside_a_run_to_resume_does_not_replace_the_runs_values()
     assert "recipe" not in without_objects({"args": GRPOConfig()}, EvalConfig)
 
 
+def test_another_chat_template_of_processing_class_is_the_one_that_prompts_get(tmp_path):
+    """TRL renders prompts with the tokenizer that it is given."""
+
+    class Tokenizer:
+        chat_template: str | None = "{{ messages }}"
+
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    tokenizer = Tokenizer()
+    keywords = {"model": str(tmp_path), "processing_class": tokenizer}
+    assert "model.template" not in without_objects(keywords)
+    tokenizer.chat_template = "### {{ messages }}"
+    assert without_objects(keywords)["model.template"] == "### {{ messages }}"
+    for name in ("model.template", "model.tokenizer"):
+        assert without_objects(keywords | {name: "x"}).get("model.template") in (None, "x")
+    assert "model.template" not in without_objects(keywords | {"model": "me/on-the-hub"})
+    tokenizer.chat_template = None
+    assert "model.template" not in without_objects(keywords)
+
+
+def test_args_without_a_seed_have_that_of_trl():
+    assert compose("train", ["recipe=trl"])[0].seed == 42
+    assert compose("train", ["recipe=trl", "seed=0"])[0].seed == 0
+
+
 def test_objects_that_are_not_used_are_named_by_their_classes():
     _, resolved = resolved_of(processing_class=object(), callbacks=None, optimizers=(None,))
     assert resolved.start_lines == [
-        "processing_class=[object] changes nothing here: the tokenizer is the model's; "
-        "model.tokenizer=FOLDER names another"
+        "processing_class=[object] changes nothing here: the tokenizer is the model's, but for "
+        "another chat template; model.tokenizer=FOLDER names another"
     ]
     with pytest.raises(shoal.ShoalError, match=r"callbacks=\[Kind\] is not .* result.metrics"):
         resolved_of(callbacks=[Kind.LORA.__class__])

@@ -911,7 +911,8 @@ FLAGS: list[Flag] = [
         "optimizers",
     ),
     *idle(
-        "the tokenizer is the model's; model.tokenizer=FOLDER names another",
+        "the tokenizer is the model's, but for another chat template; model.tokenizer=FOLDER names "
+        "another",
         "processing_class",
         is_quiet=False,
     ),

@@ -7,6 +7,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from shoal.compat.front import find_flag
@@ -53,6 +54,9 @@ def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> 
     adapter = remaining.pop("peft_config", None)
     if adapter is not None:
         remaining["peft_config"] = _fields_of_adapter(adapter)
+    template = _own_template(remaining)
+    if template:
+        remaining["model.template"] = template
     for name in BY_CLASS:
         if name not in remaining:
             continue
@@ -90,6 +94,25 @@ def _check_models(keywords: Mapping[str, Any]) -> None:
                     f"{name}={_class_name(reward)}: expected functions; a reward model is given by "
                     f"its folder or hub id, {name}='model:PATH'{_known_as(reward)}"
                 )
+
+
+def _own_template(keywords: Mapping[str, Any]) -> str:
+    """Returns the chat template of `processing_class`, with which TRL renders prompts, if it is
+    another than that of the model's folder; "" if it is the same or none, if the model is not in a
+    folder here, or if a keyword names the template or the tokenizer."""
+    template = getattr(keywords.get("processing_class"), "chat_template", None)
+    path = next((keywords[name] for name in MODEL_NAMES if name in keywords), None)
+    if not isinstance(template, str) or not isinstance(path, str | os.PathLike):
+        return ""
+    given = {"model.template", "model.tokenizer", "model__template", "model__tokenizer"}
+    if given & keywords.keys() or not Path(path).is_dir():
+        return ""
+    # Here, because few calls get here, and the library of tokenizers takes a while to import.
+    from shoal.chat.tokenizer_files import read_object, read_templates
+
+    folder = Path(path)
+    of_model, _ = read_templates(folder, read_object(folder / "tokenizer_config.json"))
+    return "" if template.strip() == of_model.strip() else template
 
 
 def _known_as(model: Any) -> str:

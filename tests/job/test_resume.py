@@ -952,7 +952,9 @@ def test_another_configuration_under_the_same_name_is_refused(workshop, stopped,
     assert (
         "was started with seed=0, optimizer.lr=0.01; given now: seed=1, optimizer.lr=0.001" in error
     )
-    assert "resume=" in error
+    assert "or change all but seed with resume=" in error
+    error = failed(capsys, workshop.words(stopped.name, *WORDS, "optimizer.lr=1e-3"))
+    assert "or change them with resume=" in error
 
 
 @pytest.mark.parametrize(
@@ -1412,6 +1414,24 @@ def test_what_cannot_change(workshop, stopped, capsys):
     error = failed(capsys, ["train", f"resume={stopped}", "seed=3"])
     assert "seed was 0 and cannot become 3" in error and f"model={stopped}" in error
     assert "has made 2 already" in failed(capsys, ["train", f"resume={stopped}", "steps=1"])
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_the_type_of_the_base_under_an_adapter_cannot_change(tmp_path, adapter):
+    words = ["model.dtype=float32", f"model.lora.rank={4 if adapter else 0}"]
+    place = [f"base_output_directory={tmp_path}", "run_name=typed"]
+    with RunWriter.create(tmp_path, "typed") as made:
+        made.write_config(compose("train", [*place, *words])[1].text, "")
+    again = compose("train", [*place, *words, "model.dtype=bfloat16"])[0]
+    with pytest.raises(ShoalError, match=r"given now: model\.dtype=bfloat16") as refused:
+        resolve_run(again, Console())
+    assert ("with resume=" in str(refused.value)) is not adapter
+    resumed = config_for_resume(Config, [f"resume={made.path}", "model.dtype=bfloat16"])[0]
+    if adapter:
+        with pytest.raises(ShoalError, match=r"cannot become 'bfloat16', because the adapter"):
+            resolve_run(resumed, Console())
+    else:
+        assert resolve_run(resumed, Console()).config.model.dtype == "bfloat16"
 
 
 def test_fewer_steps_than_were_made_are_refused_before_anything_is_loaded(begun):

@@ -21,7 +21,9 @@ from shoal.commands.export import export
 from shoal.config.commands import ExportConfig
 from shoal.config.merge import compose
 from shoal.records import ShoalError
-from shoal.runs.card import _command
+from shoal.runs.card import _command, model_card
+from shoal.runs.reader import StoredRun
+from shoal.runs.writer import RunWriter
 from shoal.weights import hub
 
 
@@ -137,6 +139,32 @@ def test_the_card_of_a_run_from_python_has_its_call(tmp_path: Path):
     assert (given["model.path"], given["optimizer.lr"]) == ("./brief", 1e-5)
     assert given["batch.prompts_per_device"] == 2 and "batch.prompts_per_step" not in given
     assert not {"task.name", "reward.functions"} & set(given)
+
+
+def test_the_card_says_which_steps_ran_with_settings_that_a_resume_changed(tmp_path: Path):
+    settings = {
+        0: ["steps=8", "optimizer.lr=0.0005"],
+        8: ["steps=9", "optimizer.lr=0.0005", "tags=[again]"],
+        9: ["steps=11", "optimizer.lr=0.0002", "algorithm.loss=gspo"],
+    }
+    with RunWriter.create(tmp_path, "resumed") as made:
+        for start, words in settings.items():
+            made.write_config(compose("train", words)[1].text, "", start)
+    run = StoredRun(made.path)
+    card = model_card(run, 11, adapter=False)
+    lr = "`optimizer.lr=0.0005`"
+    loss = "`algorithm.loss=grpo`"
+    lines = set(card.splitlines())
+    first = next(line for line in lines if line.startswith("Steps 1 to 8 ran with "))
+    second = next(line for line in lines if line.startswith("Step 9 ran with "))
+    assert lr in first and loss in first and "`steps=8`" in first
+    assert lr in second and loss in second and "`steps=9`" in second and "tags" not in second
+    assert "The command has the settings of the steps from 10 on." in lines
+    assert "the loss `gspo`" in card and "optimizer.lr=0.0002" in card
+    # The first eight steps know nothing of what came later.
+    earlier = model_card(run, 8, adapter=False)
+    assert "optimizer.lr=0.0005" in earlier and "ran with" not in earlier
+    assert "gspo" not in earlier and "0.0002" not in earlier
 
 
 def test_the_card_of_an_earlier_checkpoint_has_nothing_of_later_steps(run: Path, tmp_path: Path):

@@ -128,11 +128,11 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
 
     With `resume`, `config` has been composed over the stored request. The `on_resume` of each key
     says what its change does: "free": nothing; "bits" (the key describes devices) and "warn": a
-    warning; "fixed": ShoalError. If instead `run_name` names an existing run of
-    `base_output_directory`, that run is resumed, and its request must be repeated: ShoalError for a
-    change, except of keys that may change freely and of keys that describe devices, which are a
-    warning. Keys that are left open stay open: `Job` decides them, with the earlier value as long
-    as nothing that it was decided from has changed.
+    warning; "fixed": ShoalError, as for `model.dtype` with an adapter. If instead `run_name` names
+    an existing run of `base_output_directory`, that run is resumed, and its request must be
+    repeated: ShoalError for a change, except of keys that may change freely and of keys that
+    describe devices, which are a warning. Keys that are left open stay open: `Job` decides them,
+    with the earlier value as long as nothing that it was decided from has changed.
     """
     check_local(config.base_output_directory, "base_output_directory", RUNS)
     if config.resume:
@@ -149,12 +149,15 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
     stored = resolved(requested, read_decisions(run))
     config = replace(config, model=with_run(config.model))
     changed = changed_settings(stored, config)
-    keys = keys_of(Config)
-    fixed = [setting for setting in changed if keys[setting.key].on_resume == "fixed"]
+    fixed = [setting for setting in changed if _cannot_change(stored, setting.key)]
     if config.resume and fixed:
+        key = fixed[0].key
         before, now = fixed[0].values
+        why = ""
+        if key == "model.dtype":
+            why = ", because the adapter belongs to the base as it was cast to this type"
         raise ShoalError(
-            f"resume={address(run)}: {fixed[0].key} was {before!r} and cannot become {now!r}: "
+            f"resume={address(run)}: {key} was {before!r} and cannot become {now!r}{why}: "
             f"start a new run, from these weights with model={address(run)}"
         )
     if not config.resume:
@@ -165,10 +168,19 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
             _check_inputs(config, [setting.key for setting in refused])
             before = ", ".join(f"{setting.key}={shown(setting.values[0])}" for setting in refused)
             now = ", ".join(f"{setting.key}={shown(setting.values[1])}" for setting in refused)
+            if len(fixed) == len(refused):
+                cure = "or give the values that it was started with"
+            else:
+                which = "them"
+                if fixed:
+                    which = f"all but {', '.join(setting.key for setting in fixed)}"
+                cure = (
+                    "give the values that it was started with, or change "
+                    f"{which} with resume={address(run)}"
+                )
             raise ShoalError(
                 f"the run {address(run)} was started with {before}; given now: {now}. Choose "
-                "another run_name, give the values that it was started with, or change them with "
-                f"resume={address(run)}"
+                f"another run_name, {cure}"
             )
     for setting in changed:
         before, now = setting.values
@@ -236,6 +248,14 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
             f"(optimizer.schedule={config.optimizer.schedule}) falls to the new last step from "
             "now on"
         )
+
+
+def _cannot_change(stored: Config, key: str) -> bool:
+    """True if no resume may change the key. With an adapter `model.dtype` is such a key, because
+    the base under the adapter is cast to it. `stored`: the run's configuration before."""
+    if key == "model.dtype":
+        return bool(stored.model.lora.rank or stored.model.lora.path)
+    return keys_of(Config)[key].on_resume == "fixed"
 
 
 def _only_moves_devices(stored: Config, config: Config, key: str) -> bool:

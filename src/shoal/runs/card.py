@@ -8,12 +8,13 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib.metadata import metadata, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from shoal.config.key import get_value, keys_of, shown
+from shoal.config.key import get_value, keys_of, shown, values_of
 from shoal.config.keywords import (
     FROM_PYTHON,
     HELD_OUT_ROWS,
@@ -26,11 +27,15 @@ from shoal.config.stored import difference_from_defaults
 from shoal.config.train import FOLDER_KEYS, LABEL_KEYS, Config
 from shoal.files import HUB_ID
 from shoal.records import ShoalError
+from shoal.runs.compare import setting_differences
+from shoal.runs.layout import CONFIG, parts_of
 from shoal.runs.reader import StoredRun, read_requested
-from shoal.text import count, figure_text
+from shoal.text import count, figure_text, shorten
 
 _MOST_POINTS = 10
 """Steps of the reward's curve that the card has."""
+_LONGEST_SETTING = 200
+"""Characters of an earlier setting that the card has."""
 _NOT_OF_THE_RECIPE = (*FOLDER_KEYS, *LABEL_KEYS)
 """Keys that say where a run is, which are left out of its command."""
 _KEYWORDS = {
@@ -48,7 +53,7 @@ def model_card(run: StoredRun, step: int, adapter: bool) -> str:
     `step`: the number of steps that the weights have made; what was measured later is left out.
     `adapter`: the files are an adapter alone. ShoalError if the run's files cannot be read.
     """
-    config = run.config
+    config = run.config_at(step - 1)
     is_last = step >= max(run.metrics(), default=0)
     parts = [
         _header(config, adapter),
@@ -64,7 +69,9 @@ def model_card(run: StoredRun, step: int, adapter: bool) -> str:
     if curve:
         parts += ["## Reward while training", _table(("step", "mean reward"), curve)]
     has_accuracy = any("accuracy" in line.figures for line in run.evaluations().lines)
-    parts += ["## Command", _command(read_requested(run.path), has_accuracy), _versions()]
+    requested = _requested_parts(run, step)
+    newest = requested[max(requested)]
+    parts += ["## Command", _changes(requested), _command(newest, has_accuracy), _versions()]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -123,6 +130,39 @@ def _curve(metrics: Mapping[int, Mapping[str, Any]], step: int) -> list[tuple[st
         steps = [steps[place] for place in sorted(places)]
     name = "reward/mean"
     return [(str(made), figure_text(name, metrics[made][name])) for made in steps]
+
+
+def _requested_parts(run: StoredRun, step: int) -> dict[int, Config]:
+    """Returns the settings that were requested for each part of the run's first `step` steps, by
+    the number of steps that were made when the part began. A run that was never resumed with other
+    settings is one part, which begins at 0."""
+    files = {0: run.path / CONFIG} | parts_of(run.path)
+    parts = {}
+    for start, file in sorted(files.items()):
+        if start < max(step, 1):
+            parts[start] = read_requested(run.path, file.name)
+    return parts
+
+
+def _changes(parts: Mapping[int, Config]) -> str:
+    """Returns a line for each part of a run that had other settings than its last part, with these
+    settings; "" if there is none. `parts`: as `_requested_parts` returns them."""
+    starts = sorted(parts)
+    last = values_of(parts[starts[-1]])
+    lines = []
+    for start, end in pairwise(starts):
+        before = values_of(parts[start])
+        words = []
+        for difference in setting_differences([before, last]):
+            if difference.key not in _NOT_OF_THE_RECIPE:
+                word = f"{difference.key}={shown(difference.values[0])}"
+                words.append(f"`{shorten(word, _LONGEST_SETTING)}`")
+        if words:
+            steps = f"Step {end}" if end == start + 1 else f"Steps {start + 1} to {end}"
+            lines.append(f"{steps} ran with {', '.join(words)}.")
+    if lines:
+        lines.append(f"The command has the settings of the steps from {starts[-1] + 1} on.")
+    return "\n".join(lines)
 
 
 def _command(requested: Config, has_accuracy: bool = False) -> str:

@@ -1085,6 +1085,44 @@ def findings(path: Path) -> dict[str, dict[str, Any]]:
         viewer.close()
 
 
+def rewards_some(step: int) -> list[Any]:
+    """A group whose function `format` gives 1 to one completion of four in the first ten steps, to
+    three later, and None to the others."""
+    scores = [1.0, 1.0, 1.0, np.nan] if step >= 10 else [1.0, np.nan, np.nan, np.nan]
+    right = np.array([0.0, 1.0, 0.0, 1.0])
+    group = stored_group(step, step % 3, right + 0.1 * np.nan_to_num(scores))
+    components = {"correct": right, "format": np.array(scores)}
+    return [replace(group, reward_components=components)]
+
+
+def test_a_function_that_scores_some_completions_adds_what_the_reward_gains(tmp_path):
+    viewer = opened(write_run(tmp_path / "some", 20, rewards_some))
+    try:
+        found = viewer.answer("overview", {"run": "some"})["drivers"]
+        [row] = [row for row in found if row["function"] == "format"]
+        assert (row["adds"], row["sign"]) == (pytest.approx(0.1 * (0.75 - 0.25)), 1)
+        assert row["scored"] == [0.25, 0.75]
+        [row] = [row for row in found if row["function"] == "correct"]
+        assert row["scored"] is None
+    finally:
+        viewer.close()
+
+
+def test_a_function_that_scores_some_completions_varies(tmp_path):
+    """None adds 0 to the reward of a completion that another function scored."""
+    path = write_run(tmp_path / "some", 40, rewards_some)
+    assert "unvarying" not in findings(path)
+
+    def alone(step: int) -> list[Any]:
+        """None leaves a completion without a reward, so that nothing varies."""
+        scores = np.array([1.0, np.nan, 1.0, 1.0])
+        group = stored_group(step, step % 3, scores)
+        return [replace(group, reward_components={"format": scores})]
+
+    found = findings(write_run(tmp_path / "alone", 40, alone))
+    assert found["unvarying"]["title"] == "format never varies"
+
+
 def test_a_short_text_that_is_one_loop_repeats_itself(tmp_path):
     assert lint_view.repeats("2." * 32) and not lint_view.repeats(
         "16 - 3 - 4 = 9 eggs, 9 * 2 = 18. <answer>18</answer>"

@@ -15,6 +15,7 @@ from shoal.commands.view.verdict import (
     reward_change,
     verdict,
 )
+from shoal.runs.group_table import Added
 from shoal.runs.lines import EvaluationLine
 from shoal.runs.metrics import paired_interval, wilson_interval
 from shoal.runs.reader import Evaluations
@@ -92,6 +93,22 @@ def said_of_rewards(columns: Any, *means: float, num_questions: int = 100) -> di
 
 RISES = Columns(correct=(0.3, 0.6), format=(0.9, 0.91))
 FLAT = Columns(correct=(0.3, 0.3), format=(0.9, 0.9))
+
+
+def test_a_function_that_scores_no_more_completions_is_no_error():
+    columns = Columns(correct=(0.3, 0.5), bonus=(0.5, 0.5), noise=0, mixed=0.01)
+    columns.columns["rewards/bonus"][STEPS // 2 :] = np.nan
+    added = [Added(0.25, 0.5)] * (STEPS // 2) + [Added(0.0, 0.0)] * (STEPS // 2)
+    weights = {"correct": 1.0, "bonus": 1.0}
+    driven = drivers(columns.columns, weights, {"bonus": added})
+    [row] = [row for row in driven if row["function"] == "bonus"]
+    assert (row["first"], row["last"], row["adds"], row["sign"]) == (0.5, None, -0.25, -1)
+    found = verdict("", {}, None, columns.columns, driven, (), STEPS, STEPS)
+    assert "driven by `correct`" in found["text"]
+    # What it added at one end is unknown: so is the change.
+    driven = drivers(columns.columns, weights, {"bonus": [None] * STEPS})
+    [row] = [row for row in driven if row["function"] == "bonus"]
+    assert row["adds"] is None and row["scored"] == [None, None]
 
 
 def test_a_run_learns():

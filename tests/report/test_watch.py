@@ -30,9 +30,9 @@ FINE = {
 
 
 def group(**rewards):
-    return SimpleNamespace(
-        reward_components={name: np.array(values, float) for name, values in rewards.items()}
-    )
+    components = {name: np.array(values, float) for name, values in rewards.items()}
+    is_scored = [~np.isnan(values) for values in components.values()]
+    return SimpleNamespace(reward_components=components, valid=np.any(is_scored, axis=0))
 
 
 VARYING = [group(correct=[0, 1] * 8)]
@@ -117,6 +117,17 @@ def test_a_reward_function_that_never_varies_is_named():
     # nothing scored is another fault
     assert not any(steps(Watch(), 12, [group(rare=[np.nan] * 16)]))
     assert not any(steps(Watch(), 12, [group(few=[1, 1])]))  # too few completions to judge by
+
+
+def test_a_reward_function_that_scores_only_some_completions_varies():
+    """None adds 0 to the reward of a completion that another function scored."""
+    some = [0.5, np.nan] * 8
+    assert not any(steps(Watch(), 12, [group(correct=[0, 1] * 8, bonus=some)]))
+    assert not any(steps(Watch(), 12, [group(correct=[0, 1] * 8, penalty=[-1, np.nan] * 8)]))
+    # Where None leaves a completion without a reward, or adds as much as the score, nothing varies.
+    assert sum(map(len, steps(Watch(), 12, [group(bonus=some)]))) == 1
+    same = [group(correct=[0, 1] * 8, nothing=[0, np.nan] * 8)]
+    assert sum(map(len, steps(Watch(), 12, same))) == 1
 
 
 def test_a_reward_function_that_is_nearly_always_0_is_named_after_many_completions():

@@ -98,12 +98,14 @@ class Watch:
         functions = {name for group in groups for name in group.reward_components}
         for function in sorted(functions):
             values = [group.reward_components[function] for group in groups]
-            findings += self._reward(function, np.concatenate(values))
+            valid = [group.valid for group in groups]
+            findings += self._reward(function, np.concatenate(values), np.concatenate(valid))
         return findings
 
-    def _reward(self, function: str, values: np.ndarray) -> list[Finding]:
+    def _reward(self, function: str, values: np.ndarray, valid: np.ndarray) -> list[Finding]:
         """Adds a step's values of a reward function (NaN: not scored) to what is known of it, and
-        returns the new findings that all its values so far show."""
+        returns the new findings that all its values so far show. `valid`: False for a completion
+        that has no reward, from any function."""
         low, high, steps, count, nonzero = self.rewards.get(function, [np.inf, -np.inf, 0, 0, 0])
         known = values[~np.isnan(values)]
         if known.size:
@@ -112,6 +114,9 @@ class Watch:
             steps += 1
             count += known.size
             nonzero += np.count_nonzero(known)
+        if np.isnan(values[valid]).any():  # it adds 0 to the reward of those that others scored
+            low = min(low, 0.0)
+            high = max(high, 0.0)
         self.rewards[function] = [low, high, steps, count, int(nonzero)]
         if not count:
             return []

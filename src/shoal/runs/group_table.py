@@ -345,6 +345,16 @@ class GroupFile:
     stamp: Stamp  # stamp of the content that was indexed
 
 
+@dataclass(frozen=True)
+class Added:
+    """What a reward function adds to the rewards of a step, before its weight: its `mean` over all
+    completions that have a reward, with 0 where it returned None, and the share of them that it
+    `scored`."""
+
+    mean: float
+    scored: float
+
+
 class GroupTable:
     """Table of the groups of one run. One thread calls `refresh`, which adds new files; any thread
     may query."""
@@ -369,7 +379,8 @@ class GroupTable:
         database.run(f'CREATE TABLE {self.prompts} ("set" VARCHAR, "row" BIGINT, prompt VARCHAR)')
         database.run(
             f"CREATE TABLE {self.sums} (file INTEGER, step INTEGER, function VARCHAR, n DOUBLE, x "
-            "DOUBLE, y DOUBLE, xx DOUBLE, yy DOUBLE, xy DOUBLE, low DOUBLE, high DOUBLE)"
+            "DOUBLE, y DOUBLE, xx DOUBLE, yy DOUBLE, xy DOUBLE, low DOUBLE, high DOUBLE, "
+            "rewarded DOUBLE, unscored DOUBLE, added DOUBLE)"
         )
         self.files: dict[str, GroupFile] = {}  # stem -> file, of the files that are indexed
         self.by_number: dict[int, GroupFile] = {}  # the same files, by `GroupFile.number`
@@ -581,6 +592,24 @@ class GroupTable:
                 if value is not None:
                     weights[column.removeprefix("weight/")] = value
         return weights
+
+    def partial_functions(self) -> dict[str, dict[int, Added]]:
+        """Returns function -> step -> what it adds to the rewards of the step's training groups,
+        for the reward functions that did not score some completions which others scored; {} if
+        there are none in the files that are indexed."""
+        query = (
+            "SELECT function, step, sum(added) / sum(rewarded) AS mean, "
+            "1 - sum(unscored) / sum(rewarded) AS scored FROM {sums} WHERE rewarded > 0 "
+            "AND function IN (SELECT function FROM {sums} GROUP BY function "
+            "HAVING sum(unscored) > 0) GROUP BY function, step"
+        )
+        with self.lock:
+            rows = self.database.rows(query.format(sums=self.sums))
+        functions: dict[str, dict[int, Added]] = {}
+        for row in rows:
+            by_step = functions.setdefault(row["function"], {})
+            by_step[row["step"]] = Added(row["mean"], row["scored"])
+        return functions
 
     def evaluation_stamp(self, data_set: str, version: int) -> Stamp | None:
         """Returns the stamp of the file with the answers of an evaluation; None if it is not
@@ -849,10 +878,15 @@ WHERE {wanted}
 PROMPTS = {"1": "true", "learned": "change > 0", "lost": "change < 0"}
 """Which of the prompts that were answered more than once are wanted -> SQL."""
 
+# `rewarded`: the completions that have a reward. `unscored`: those of them that only other
+# functions scored, since this one returned None; it adds 0 to their reward. `added`: the sum of its
+# values over `rewarded`.
 _SUMS = """
 INSERT INTO {sums}
 SELECT file, any_value(step), {function}, count({column}), sum(x), sum({column}), sum(x * x),
-  sum({column} * {column}), sum(x * {column}), min({column}), max({column})
+  sum({column} * {column}), sum(x * {column}), min({column}), max({column}),
+  count(reward), count(reward) FILTER ({column} IS NULL),
+  coalesce(sum({column}) FILTER (reward IS NOT NULL), 0)
 FROM (SELECT *, CASE WHEN {column} IS NULL THEN NULL ELSE length::DOUBLE END AS x FROM read_now
   WHERE "set" = 'train')
 GROUP BY file

@@ -178,6 +178,7 @@ groups."""
 
 _FUNCTIONS = """
 SELECT function, sum(n) AS n, min(low) AS low, max(high) AS high, count(*) AS steps,
+  sum(unscored) AS unscored,
   (sum(n) * sum(xy) - sum(x) * sum(y)) / nullif(sqrt(greatest(sum(n) * sum(xx) - sum(x) * sum(x), 0)
     * greatest(sum(n) * sum(yy) - sum(y) * sum(y), 0)), 0) AS correlation
 FROM {sums} GROUP BY function ORDER BY function = 'reward' DESC, function
@@ -210,14 +211,19 @@ def _figures(
     for row in functions:
         if row["function"] == "reward" or row["low"] is None:
             continue
+        low = row["low"]
+        high = row["high"]
+        if row["unscored"]:  # where it returned None, it adds 0 to the reward of the others
+            low = min(low, 0.0)
+            high = max(high, 0.0)
         figures.append(
             Figure(
                 "function_range",
-                row["high"] - row["low"],
+                high - low,
                 steps=row["steps"],
                 completions=row["n"],
                 subject=row["function"],
-                words={"low": row["low"]},
+                words={"low": low},
             )
         )
     return figures

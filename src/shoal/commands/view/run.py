@@ -21,6 +21,7 @@ from shoal.runs.compare import (
     chosen_differences,
     incomparable,
 )
+from shoal.runs.group_table import Added
 from shoal.runs.layout import parts_of
 from shoal.runs.lines import EventLine, StepLine, bounded_line, json_ready, rounded
 from shoal.runs.reader import Evaluations, StoredRun
@@ -41,13 +42,15 @@ def overview(
     weights: Mapping[str, float],
     settings: Mapping[str, Any],
     paired: Change | None = None,
+    partial: Mapping[str, Mapping[int, Added]] | None = None,
 ) -> dict[str, Any]:
     """Returns the whole record of the Run view except the progress: name, verdict, table, topics of
     metrics, events (the first MAX_EVENTS by step), settings, reward functions (`drivers`),
     problems, evaluations, checkpoints. `main` lists the curves that are shown first. `weights`: the
     weight of each reward function; `settings`: the run's values by dotted key; `paired`: the change
-    of the evaluations' main figure, if it is a mean reward (`paired_change`). Rewards are compared
-    only over the steps since the reward function last changed (`run.reward_since`)."""
+    of the evaluations' main figure, if it is a mean reward (`paired_change`); `partial`: what the
+    functions add that do not score all completions (`GroupTable.partial_functions`). Rewards are
+    compared only over the steps since the reward function last changed (`run.reward_since`)."""
     since = run.reward_since
     evaluated = evaluations.curves()
     main_figure, main_curve = evaluations.main_curve(since)
@@ -55,7 +58,12 @@ def overview(
     shown_events = list(happened(run, events, curves, evaluations))
     shown_events.sort(key=lambda event: event["step"])
     del shown_events[MAX_EVENTS:]
-    functions = drivers(_columns_since(curves, since), weights)
+    columns = _columns_since(curves, since)
+    steps = curves.steps[bisect.bisect(curves.steps, since) :]
+    added = {}
+    for function, by_step in (partial or {}).items():
+        added[function] = [by_step.get(int(step)) for step in steps]
+    functions = drivers(columns, weights, added)
     if len(functions) == 2:
         # A single function moves the reward alone: its figures are those of the reward.
         shown_functions: list[dict[str, Any]] = []

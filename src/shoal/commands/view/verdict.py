@@ -1,7 +1,7 @@
 """The verdict on a run in one sentence, and how much each reward function contributes to the change
 of the reward.
 
-    drivers(columns, weights)        how much each reward function adds to the change of the reward
+    drivers(columns, weights, ...)   how much each reward function adds to the change of the reward
     accuracy_change, paired_change   changes in evaluations, with their confidence intervals
     reward_change                    that of the reward in training
     verdict(...)                     learns, learns nothing, looks hacked, or too early to say
@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from shoal.runs.diagnosis import Figure, row_named
+from shoal.runs.group_table import Added
 from shoal.runs.lines import rounded
 from shoal.runs.metrics import FEWEST_PAIRS, known_mean, paired_interval
 from shoal.text import count, number_text
@@ -136,13 +137,17 @@ def paired_change(before: Mapping[int, float], after: Mapping[int, float]) -> Ch
 
 
 def drivers(
-    columns: Mapping[str, Sequence[float]], weights: Mapping[str, float]
+    columns: Mapping[str, Sequence[float]],
+    weights: Mapping[str, float],
+    added: Mapping[str, Sequence[Added | None]] | None = None,
 ) -> list[dict[str, Any]]:
     """Returns what moved the reward: a row for the reward itself, then one for each reward function
     (`_driver`), those first whose change adds most to that of the reward or takes most from it.
     Returns [] if there are fewer than 4 steps or no reward functions.
 
-    `columns`: metrics by step; `weights`: function -> weight, as stored with the groups."""
+    `columns`: metrics by step; `weights`: function -> weight, as stored with the groups. `added`:
+    for each function that does not score all completions what it adds, by step, None where that is
+    unknown. Its metric is a mean over those that it scored, which moves apart from what it adds."""
     size = len(columns.get("reward/mean", ()))
     names = []
     for name in columns:
@@ -154,23 +159,42 @@ def drivers(
     rows = []
     for name in names:
         function = name.removeprefix("rewards/")
-        rows.append(_driver(function, columns[name], weights.get(function), ends(size)))
+        weight = weights.get(function)
+        of_function = (added or {}).get(function)
+        rows.append(_driver(function, columns[name], weight, ends(size), of_function))
     rows.sort(key=lambda row: -abs(row["adds"] or 0))  # without a weight: last
     return [_driver("reward", columns["reward/mean"], 1.0, ends(size)), *rows]
 
 
 def _driver(
-    function: str, values: Sequence[float], weight: float | None, part: int
+    function: str,
+    values: Sequence[float],
+    weight: float | None,
+    part: int,
+    added: Sequence[Added | None] | None = None,
 ) -> dict[str, Any]:
     """Returns the row of one reward function (`function`, its name): its means over the `first` and
     the `last` steps (of each end `part` steps, `over` in the row), its `weight`, the `sign` of the
     change (0 within noise), and `adds`, the change times the weight. A mean, weight or `adds` that
-    is unknown is None."""
+    is unknown is None.
+
+    With `added` the change is that of the mean over all completions, with 0 where the function
+    returned None, and `scored` has the shares that it scored at both ends; else `scored` is
+    None."""
     first = _rounded_mean(values[:part])
     last = _rounded_mean(values[-part:])
+    before = first
+    after = last
+    scored = None
+    if added is not None:
+        values = [step.mean if step else math.nan for step in added]
+        before = known_mean(values[:part])
+        after = known_mean(values[-part:])
+        shares = [step.scored if step else math.nan for step in added]
+        scored = [_rounded_mean(shares[:part]), _rounded_mean(shares[-part:])]
     change = None
-    if first is not None and last is not None:
-        change = last - first
+    if before is not None and after is not None:
+        change = after - before
     adds = None
     if change is not None and weight is not None:
         adds = rounded(weight * change)
@@ -186,6 +210,7 @@ def _driver(
         "over": part,
         "sign": sign,
         "adds": adds,
+        "scored": scored,
     }
 
 
@@ -474,6 +499,8 @@ def _lost(columns: Mapping[str, Sequence[float]], drivers: Sequence[Mapping[str,
     if not (cut > STUCK or mixed < 1 - STUCK):
         return ""
     for row in drivers[1:]:
+        if row["first"] is None or row["last"] is None:  # it scored nothing there
+            continue
         # It adds less to the reward than at the start.
         is_falling = row["sign"] * (row["weight"] or 0) < 0
         if is_falling and row["first"] > 0 and row["last"] < GONE * row["first"]:

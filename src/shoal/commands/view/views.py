@@ -558,6 +558,7 @@ def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
     paired = opened.paired
     revision = (
         opened.curves.revision,
+        opened.index.revision,
         len(opened.evaluations.lines),
         len(events),
         len(opened.run.problems),
@@ -575,6 +576,7 @@ def _overview(opened: OpenRun, query: Query, viewer: Viewer) -> dict[str, Any]:
             opened.index.weights,
             opened.settings,
             paired,
+            opened.index.partial_functions(),
         )
 
     record = opened.kept("overview", revision, make)

@@ -123,7 +123,7 @@ async function poll() {
       const isHome = shown === "home", isRun = shown === "run";
       const names = isRun ? chosenRuns(parameters, context) : [parameters.run || context.runs[0]?.name];
       const marks = (runs) => String(runs.filter((run) => isHome || names.includes(run.name)).map((run) => (isHome || isRun
-        ? `${run.name} ${run.revision} ${run.progress.state} ${run.notes_written}` : `${run.index} ${run.waiting}`)));
+        ? `${run.name} ${run.revision} ${run.progress.state} ${run.notes_written} ${run.waiting > 0}` : `${run.index} ${run.waiting}`)));
       header.classList.remove("lost");
       // Against the records before: the view was drawn after them, and a run may have ended since.
       if (marks(before) !== marks(context.runs)) await open?.update?.();

@@ -5,7 +5,7 @@ import { addressOf, change, goTo, here, remember, remembered } from "./address.j
 import { Chart, varies } from "./charts.js";
 import { comparisonBlock } from "./compare.js";
 import { isFile, load } from "./data.js";
-import { EVALUATIONS, asText, card, changeMark, coded, count, duration, el, gainMark, minus, num, replace, stateBox, table, tableCard } from "./dom.js";
+import { EVALUATIONS, asText, card, changeMark, coded, count, duration, el, gainMark, minus, num, percent, replace, stateBox, table, tableCard } from "./dom.js";
 import { progressOf } from "./home.js";
 import { exampleLink, findingsIn, readFindings } from "./lint.js";
 import { Notes, tagList } from "./notes.js";
@@ -180,15 +180,21 @@ function drawFacts(view) {
   }));
 }
 
+/** Of a function that returned None for some completions: the share that it scored, before and after. */
+function scoredShare({ scored }) {
+  return scored && scored[0] !== null && scored[1] !== null ? ` (scored ${percent(scored[0])} → ${percent(scored[1])})` : "";
+}
+
 function driversCard({ drivers }, of) {
   if (!drivers.length) return null;
   const [{ over }, ...functions] = drivers;
   return card(`What moves the reward in training${of}`, table(["function", "weight", "first", "last", "adds"], functions.map((row) => [
-    row.function, num(row.weight), num(row.first), num(row.last), row.adds === null ? "–"
+    row.function + scoredShare(row), num(row.weight), num(row.first), num(row.last), row.adds === null ? "–"
       : changeMark(row.adds, num(row.adds), row.sign * row.weight)]),
   `What moves the reward in training${of}`),
   el("p", { class: "faint", text: (over === 1 ? "The first and the last step" : `Means of the first and the last ${over} steps`)
-    + " of training, sampled; what the change adds to the reward, by the function's weight." }));
+    + " of training, sampled; what the change adds to the reward, by the function's weight."
+    + (functions.some((row) => row.scored) ? " Where a function returned None, it adds 0; its own means leave that out." : "") }));
 }
 
 function eventsCard(record, of) {

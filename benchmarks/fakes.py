@@ -217,7 +217,7 @@ class FakeTrainer:
     def state(self) -> dict[str, Any]:
         return {"evaluated": list(self.evaluations)}
 
-    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool) -> None:
+    def restore(self, state: Mapping[str, Any], version: int, evaluated: bool, *_: Any) -> None:
         self.evaluations = {number: self.evaluations[number] for number in state["evaluated"]}
 
     def scores(self) -> dict[str, float]:

@@ -300,36 +300,27 @@ class StateCache(Cache):
 
 
 @dataclass(frozen=True)
-class SlotKeys(Cache):
-    """Keys and values of prompts by row and of completions by slot: what `KeyCache` and `RingCache`
-    have in common. They differ in which index a token has.
+class TokenKeys(Cache):
+    """Keys and values of prompts by row and of completions by slot, which attention reads by their
+    positions. The subclasses differ in how those of completions lie, and in which index a token
+    has.
 
     Heads come before positions, as attention reads them: otherwise all keys would be transposed
     before each product."""
 
     prefix_k: Any  # [N, K, Tp, A]
     prefix_v: Any  # as prefix_k
-    own_k: Any  # [N, W, K, T, A]
-    own_v: Any  # as own_k
+    own_k: Any  # of completions, in the form of the subclass
+    own_v: Any
 
     @property
     def of_prompts(self) -> tuple[Any, ...]:
         return self.prefix_k, self.prefix_v
 
-    @property
-    def of_slots(self) -> tuple[Any, ...]:
-        return self.own_k, self.own_v
-
-    @abstractmethod
-    def own_index(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
-        """Returns the index among a slot's T keys of the token at position[..] of its completion.
-        `part`: which part of the positions this device has, if they are split (`KeyCache.parts`);
-        the index of a token of another part is T."""
-
     @abstractmethod
     def prefix_places(self, prefix_len: jax.Array, part: jax.Array | None = None) -> jax.Array:
         """Returns the position in its prompt, of prefix_len[N] tokens, of each of Tp keys:
-        int32[Tp] or [N, 1, Tp]. Below 0 is no key."""
+        int32[Tp] or [N, 1, Tp]. Below 0 is no key. `part`: as in `SlotKeys.own_index`."""
 
     @abstractmethod
     def own_places(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
@@ -337,9 +328,10 @@ class SlotKeys(Cache):
         T keys: int32[T] or [N, W, T]. Below 0 is no key."""
 
     @abstractmethod
-    def append(self, k: jax.Array, v: jax.Array, start: jax.Array) -> SlotKeys | ExtendedRing:
-        """Appends keys and values [M, C, K, A] of context to M completions of start[M] tokens, in a
-        cache that `read_completions` returned."""
+    def write_tokens(
+        self, k: jax.Array, v: jax.Array, position: jax.Array, part: jax.Array | None = None
+    ) -> Self:
+        """Writes the key and value [N, W, K, A] of the token at position[N, W] of each slot."""
 
     def axes(self) -> Self:
         return jax.tree.map(partial(_axes, heads_from_end=3), self)
@@ -360,10 +352,32 @@ class SlotKeys(Cache):
             prefix_v=_put((rows,), self.prefix_v, self.prefix_v[sources]),
         )
 
+
+@dataclass(frozen=True)
+class SlotKeys(TokenKeys):
+    """Each slot's keys and values in one array: what `KeyCache` and `RingCache` have in common."""
+
+    own_k: Any  # [N, W, K, T, A]
+    own_v: Any  # as own_k
+
+    @property
+    def of_slots(self) -> tuple[Any, ...]:
+        return self.own_k, self.own_v
+
+    @abstractmethod
+    def own_index(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
+        """Returns the index among a slot's T keys of the token at position[..] of its completion.
+        `part`: which part of the positions this device has, if they are split (`KeyCache.parts`);
+        the index of a token of another part is T."""
+
+    @abstractmethod
+    def append(self, k: jax.Array, v: jax.Array, start: jax.Array) -> SlotKeys | ExtendedRing:
+        """Appends keys and values [M, C, K, A] of context to M completions of start[M] tokens, in a
+        cache that `read_completions` returned."""
+
     def write_tokens(
         self, k: jax.Array, v: jax.Array, position: jax.Array, part: jax.Array | None = None
     ) -> Self:
-        """Writes the key and value [N, W, K, A] of the token at position[N, W] of each slot."""
         index = self.own_index(position[..., None], part)
         # No index is checked: a position is always within its cache, or in another device's part.
         mode = "promise_in_bounds" if part is None else "drop"
@@ -469,7 +483,7 @@ class KeyCache(SlotKeys):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ChunkedCache(Cache):
+class ChunkedCache(TokenKeys):
     """Keys and values of all tokens, as a CPU reads them fastest. Those of completions are in
     several arrays of C positions each: position p is at index p % C of array p // C. Keys lie
     transposed.
@@ -478,14 +492,8 @@ class ChunkedCache(Cache):
     all positions it copies the part that is read first, and it transposes keys for their product
     with queries: 32 completions of 1,024 tokens take 2.5 times as long."""
 
-    prefix_k: Any  # [N, K, Tp, A]
-    prefix_v: Any  # as prefix_k
     own_k: tuple[Any, ...]  # each [N, W, K, A, C]
     own_v: tuple[Any, ...]  # each [N, W, K, C, A]
-
-    @property
-    def of_prompts(self) -> tuple[Any, ...]:
-        return self.prefix_k, self.prefix_v
 
     @property
     def of_slots(self) -> tuple[Any, ...]:
@@ -502,37 +510,20 @@ class ChunkedCache(Cache):
         num_own = self.chunk_size * len(self.own_v)
         return prompt_tokens / self.prefix_k.shape[-2], own_tokens / num_own
 
-    def axes(self) -> Self:
-        return jax.tree.map(partial(_axes, heads_from_end=3), self)
-
     def prefix_places(self, prefix_len: jax.Array, part: jax.Array | None = None) -> jax.Array:
-        """As `SlotKeys.prefix_places`."""
         return places(self.prefix_k.shape[-2])
 
     def own_places(self, position: jax.Array, part: jax.Array | None = None) -> jax.Array:
-        """As `SlotKeys.own_places`, of the keys of all chunks."""
         return places(self.chunk_size * len(self.own_v))
 
     def write_prompts(
         self, new: PromptKeys, rows: jax.Array, length: jax.Array, role: Role
     ) -> Self:
-        return replace(
-            self,
-            prefix_k=_put_first_keys(self.prefix_k, new.k, rows),
-            prefix_v=_put_first_keys(self.prefix_v, new.v, rows),
-        )
-
-    def copy_prompts(self, sources: jax.Array, rows: jax.Array) -> Self:
-        return replace(
-            self,
-            prefix_k=_put((rows,), self.prefix_k, self.prefix_k[sources]),
-            prefix_v=_put((rows,), self.prefix_v, self.prefix_v[sources]),
-        )
+        return self._write_first_keys(new.k, new.v, rows)
 
     def write_tokens(
         self, k: jax.Array, v: jax.Array, position: jax.Array, part: jax.Array | None = None
     ) -> Self:
-        """As `SlotKeys.write_tokens`: writes to the chunk that has the position."""
         row, slot, head = jnp.indices(k.shape[:3], sparse=True)
         own_k = []
         own_v = []

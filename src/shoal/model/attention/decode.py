@@ -29,6 +29,7 @@ from shoal.model.attention.caches import (
     PagedCache,
     PieceKeys,
     SlotKeys,
+    TokenKeys,
     keys_at_once,
     on_tensor_devices,
 )
@@ -63,7 +64,7 @@ class Keys(NamedTuple):
 
 
 def read_keys(
-    cache: SlotKeys | ChunkedCache | ExtendedRing,
+    cache: TokenKeys | ExtendedRing,
     prefix_len: jax.Array,
     position: jax.Array,
     window: int,
@@ -242,7 +243,7 @@ class SlotAttention:
         q: jax.Array,
         k: jax.Array | None,
         v: jax.Array | None,
-        cache: SlotKeys | ChunkedCache | PagedCache,
+        cache: TokenKeys | PagedCache,
         *,
         sinks: jax.Array | None = None,
         rope: Any = None,
@@ -350,14 +351,14 @@ def _attend_keys(
     q: jax.Array,
     k: jax.Array | None,
     v: jax.Array | None,
-    cache: SlotKeys | ChunkedCache,
+    cache: TokenKeys,
     slots: SlotTokens,
     sinks: jax.Array | None,
     rope: Any,
     *,
     part: jax.Array | None = None,
     merge: Merge | None = None,
-) -> tuple[jax.Array, SlotKeys | ChunkedCache]:
+) -> tuple[jax.Array, TokenKeys]:
     """Writes the key and value of each slot's token into a cache, if they are not None, and attends
     to the cache's keys without a kernel. Returns (out, new cache). If a key head's positions are
     split (`KeyCache.parts`), `part` says which of them this device has, and `merge` joins the sums
@@ -397,7 +398,7 @@ def _attend_part(
     sinks: jax.Array | None,
     rope: Any,
     part: jax.Array,
-) -> tuple[jax.Array, SlotKeys | ChunkedCache]:
+) -> tuple[jax.Array, TokenKeys]:
     """Writes each slot's key and value and attends, if a key head's positions are split over
     several devices. Returns (out, new cache): this device computes all queries of the head against
     its part of the keys, exchanges the sums with the others, and returns the output of its own

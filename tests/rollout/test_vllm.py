@@ -495,7 +495,11 @@ def test_completions_under_way_keep_their_adapter_and_it_is_unloaded_after_them(
         for group in source.take(Purpose.TRAIN, 0):
             for one in group.completions:
                 versions.append({*one.versions})
-        assert versions.count({0}) == 8 and versions.count({1}) == 4 and len(server.adapters) == 2
+        # Each was sampled by one adapter to its end. More than eight began with the old one if the
+        # new one came late.
+        assert versions.count({0}) + versions.count({1}) == 12
+        assert versions.count({0}) >= 8 and versions.count({1}) > 0
+        assert len(server.adapters) == 2
         source.publish(2, {"w": np.full(1, 2)})
         ask(source, 1, 2)
         source.take(Purpose.TRAIN, 1)

@@ -209,7 +209,10 @@ def test_fewer_samples_than_were_drawn(k, names):
 
 def test_greedy_by_hand():
     groups = [group("a", "a"), group("b", "a"), group("b", "b"), group("b", "b")]
-    verdict = lambda text, example: {"correct": text == "b", "row": example.row}  # noqa: E731
+
+    def verdict(text: str, example: Example) -> dict[str, Any]:
+        return {"correct": text == "b", "row": example.row}
+
     figures = score_answers(
         groups,
         task(
@@ -264,7 +267,10 @@ def test_each_data_source_has_figures_of_its_own():
 
 def test_means_over_several_answers_by_hand():
     groups = [group("abba", "a"), group("bbbb", "a", row=1)]
-    verdict = lambda text, example: {"correct": text == "a"}  # noqa: E731
+
+    def verdict(text: str, example: Example) -> dict[str, bool]:
+        return {"correct": text == "a"}
+
     own = task(
         verdict=verdict,
         figures=lambda verdicts: {"strict": sum(one["correct"] for one in verdicts)},

@@ -1003,7 +1003,7 @@ def cheating(step: int) -> list[Any]:
 
 
 def test_discarded_groups_are_a_set_of_their_own(tmp_path, capsys):
-    """What the page says of training is said without them, as no update used them."""
+    """No update used them, so what the page says of training leaves them out."""
     paths = [write_run(tmp_path / name, 6) for name in ("plain", "dynamic")]
     with RunWriter(paths[1]) as folder:
         for step in range(6):
@@ -1046,13 +1046,13 @@ def test_discarded_groups_are_a_set_of_their_own(tmp_path, capsys):
         viewer.close()
     run = str(paths[1])
     assert cli.main(["groups", run, "step=2", "filter=set=discarded", "json=true"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [group["subset"] for group in told["groups"]] == ["discarded"] * 2
+    record = json.loads(capsys.readouterr().out)
+    assert [group["subset"] for group in record["groups"]] == ["discarded"] * 2
     assert cli.main(["groups", run, "step=2", "filter=set=discarded"]) == 0
     assert "step 2, group 1 of discarded: row 41" in capsys.readouterr().out
     assert cli.main(["groups", run, "step=2", "json=true"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [group["subset"] for group in told["groups"]] == ["train"] * 2
+    record = json.loads(capsys.readouterr().out)
+    assert [group["subset"] for group in record["groups"]] == ["train"] * 2
 
 
 def test_lint_finds_what_is_wrong_and_links_to_it(tmp_path):

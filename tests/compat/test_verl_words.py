@@ -495,7 +495,7 @@ def test_dapos_script_is_taken_as_it_is():
     answers = config.evaluation
     assert (answers.samples, answers.temperature, answers.top_p, answers.top_k) == (1, 1, 0.7, 0)
     assert (config.mesh.context, config.mesh.trainer) == (8, "128")
-    # Each of its words is said to act, or to change nothing for a reason.
+    # Each of its flags acts, or changes nothing for a reason that is printed.
     said = " ".join([*resolved.became, *resolved.renamed])
     for word in DAPO:
         assert word.lstrip("+").partition("=")[0] in said, word

@@ -53,10 +53,12 @@ def find_overlap(questions: Sequence[str], rows: Iterable[Example]) -> Overlap:
     """Counts the questions that share words in a row with the prompts or columns of training rows.
     Words that several different questions have, such as instructions, do not count. Questions of
     the same words are one question, counted as often as it is asked."""
-    times = Counter(tuple(words_of(question)) for question in questions)
-    texts: dict[tuple[str, ...], str] = {}  # the words of a different question -> its text
+    times: Counter[tuple[str, ...]] = Counter()  # the words of a question -> how often it is asked
+    texts: dict[tuple[str, ...], str] = {}  # its words -> its text
     for question in questions:
-        texts.setdefault(tuple(words_of(question)), question)
+        words_of_question = tuple(words_of(question))
+        times[words_of_question] += 1
+        texts.setdefault(words_of_question, question)
     different = list(texts)
     grams_of: list[set[int]] = []
     owners: dict[int, int] = {}  # the hash of words in a row -> the number of their question

@@ -23,7 +23,7 @@ from shoal.records import Group, Purpose, ShoalError, ground_truth
 from shoal.report.console import Console
 from shoal.rewards.scores import failure_counts
 from shoal.tasks.task import Task
-from shoal.trainer.evaluation import Answers, Evaluator
+from shoal.trainer.evaluation import Answers, make_evaluator
 
 OUTPUT_FIELDS = ("task", "model", "seed", "max_completion_tokens", "rows")
 """Fields of the output file besides the figures, which are under the names of sets of questions."""
@@ -56,7 +56,6 @@ def evaluate(
         job.check()
         Findings(console).extend(job.findings.at("warning"))
         task = job.task
-        config = config.for_task(task.judges)
         taken = sorted(set(OUTPUT_FIELDS) & set(task.evaluations))
         if output and taken:
             raise ShoalError(
@@ -65,21 +64,14 @@ def evaluate(
             )
         overlaps = shared_questions(config.model.path, task, console)
         params = config.sampling.params
-        if config.evaluation.is_greedy and config.pass_k and params.temperature == 0:
+        evaluator = make_evaluator(config, job.evaluation_sets, task)
+        if config.evaluation.is_greedy and evaluator.pass_k and params.temperature == 0:
             console.note(
                 "sampling.temperature=0: only greedy answers; pass@k and maj@k need samples that "
                 "differ"
             )
         source = job.rollout_source
         source.publish(0, job.load_weights())  # as version 0
-        evaluator = Evaluator(
-            sets=job.evaluation_sets,
-            params=params,
-            pass_k=config.pass_k,
-            task=task,
-            num_samples=config.evaluation.samples,
-            answer_params=config.evaluation.params(params),
-        )
         answers = evaluator.answers(source, 0, 0, full=True)  # of version 0
         failures = source.read_stats(Purpose.EVALUATE).failures
         set_of_row: dict[int, str] = {}

@@ -440,7 +440,7 @@ class Draft:
             effect.flags = {name: "..." if is_secret else text}
             return
         values = self._read_alone(use)
-        # Why a flag sets nothing is said also of a flag that is quiet.
+        # A quiet flag that sets nothing has a line too, with the reason.
         has_line = not flag.is_quiet or not values
         has_meaning = flag.has_tail and has_line
         effect = self.add_effect([use], flag.meaning if has_meaning else "", has_line)

@@ -118,7 +118,7 @@ FLAGS: list[Flag] = [
     *derived(
         rules.verl_resume,
         "resume",
-        "auto: the same script goes on with its run, if there is one; disable: a new run, an error "
+        "auto: the same script resumes its run, if there is one; disable: a new run, an error "
         "if its folder has one; resume_path: the run of resume_from_path",
         _T + "resume_mode",
         as_here="auto",

@@ -31,6 +31,10 @@ class SftConfig(Config):
         super().__post_init__()
 
 
+PASS_K = 8
+"""Completions of each question for pass@k if `pass_k` is left open and the task judges answers."""
+
+
 @dataclass(frozen=True)
 class EvalConfig:
     """`shoal eval`: evaluates a model on a task, or scores responses made elsewhere."""
@@ -62,7 +66,7 @@ class EvalConfig:
     def largest_group(self) -> int:
         """The most completions of a question that may be sampled together."""
         if self.evaluation.is_greedy:
-            return max(1, self.for_task(judges=True).pass_k)
+            return max(1, PASS_K if self.pass_k < 0 else self.pass_k)
         return self.evaluation.samples
 
     def for_task(self, judges: bool) -> EvalConfig:
@@ -70,7 +74,7 @@ class EvalConfig:
         the task says which answers are right."""
         if self.pass_k >= 0:
             return self
-        return replace(self, pass_k=8 if judges else 0)
+        return replace(self, pass_k=PASS_K if judges else 0)
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if `pass_k` is below -1, or

@@ -139,7 +139,7 @@ from shoal.tasks.task import OWN_DATA, Task
 from shoal.tasks.template import Hint
 from shoal.text import gib
 from shoal.trainer.critic import Critic, find_critic
-from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.evaluation import make_evaluator
 from shoal.trainer.loss import make_objective
 from shoal.trainer.own_advantage import OwnAdvantage, load_advantage
 from shoal.trainer.prompts import PromptStream, TokenizedExample
@@ -831,18 +831,7 @@ class Job(StagedJob):
         longest prompt (0, which means `sampling.max_prompt_tokens`, if not all prompts are known
         before the run), and the number of completions of a whole evaluation."""
         settings = self.config_for_devices if self.trains else self.requested
-        quick_questions = settings.quick_questions if self.trains else 0
-        if isinstance(settings, EvalConfig):
-            settings = settings.for_task(self.task.judges)
-        evaluator = Evaluator(
-            sets=self.evaluation_sets,
-            params=settings.sampling.params,
-            pass_k=settings.pass_k,
-            task=self.task,
-            quick_questions=quick_questions,
-            num_samples=settings.evaluation.samples,
-            answer_params=settings.evaluation.params(settings.sampling.params),
-        )
+        evaluator = make_evaluator(settings, self.evaluation_sets, self.task)
         settings = self.with_prompt_slot_tokens(settings)
         completions = evaluator.num_completions(full=True)
         settings = self.decide(

@@ -42,7 +42,7 @@ from shoal.runs.reader import StoredRun, read_requested
 from shoal.runs.recipe import Followed
 from shoal.runs.writer import NullRunWriter, RunWriter
 from shoal.stop import StopSignal
-from shoal.trainer.evaluation import Evaluator
+from shoal.trainer.evaluation import make_evaluator
 from shoal.trainer.loop import NOTHING_KEPT, Run
 from shoal.trainer.schedule import schedule_of
 from shoal.trainer.scorers import ModelScorer
@@ -124,15 +124,7 @@ def open_run(job: Job) -> Run:
     stop = job.stop if job.world.count == 1 else StopSignal()
     profiled_steps = config.report.profile if job.world.is_main else ()
     profiler = Profiler(profiled_steps, folder.path / "profile", job.console.warning)
-    evaluator = Evaluator(
-        sets=job.evaluation_sets,
-        params=config.sampling.params,
-        pass_k=config.pass_k,
-        task=job.task,
-        quick_questions=config.quick_questions,
-        num_samples=config.evaluation.samples,
-        answer_params=config.evaluation.params(config.sampling.params),
-    )
+    evaluator = make_evaluator(config, job.evaluation_sets, job.task)
     run = Run(
         config=config,
         parameters=weights,

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from shoal.config.commands import EvalConfig
+from shoal.config.train import Config
 from shoal.protocols import GroupRequest, RolloutSource
 from shoal.records import Group, Purpose, SamplingParams
 from shoal.runs.metrics import (
@@ -165,6 +167,29 @@ class Evaluator:
             figures[subset] = self.figures(of_set)
             groups.extend(of_set.main)
         return figures, groups
+
+
+def make_evaluator(
+    config: Config | EvalConfig, sets: Mapping[str, Sequence[TokenizedExample]], task: Task
+) -> Evaluator:
+    """Returns the evaluator of a run, or of `shoal eval`, as its configuration says. `sets`: name
+    -> questions, the main set first."""
+    if isinstance(config, EvalConfig):
+        quick_questions = 0
+        pass_k = config.for_task(task.judges).pass_k
+    else:
+        quick_questions = config.quick_questions
+        pass_k = config.pass_k
+    params = config.sampling.params
+    return Evaluator(
+        sets=sets,
+        params=params,
+        pass_k=pass_k,
+        task=task,
+        quick_questions=quick_questions,
+        num_samples=config.evaluation.samples,
+        answer_params=config.evaluation.params(params),
+    )
 
 
 def score_answers(groups: Sequence[Group], task: Task, protocol: str = "greedy") -> dict[str, Any]:

@@ -309,7 +309,7 @@ def verdict(
 
     One quantity decides, and the sentence names it and has its figures before and after: that of
     the evaluations, if its interval is known (`evaluated_quantity`), else the reward in training,
-    at the first and at the last steps. If the evaluations cannot tell, the sentence may go on with
+    at the first and at the last steps. If the evaluations cannot tell, the sentence may also give
     the reward in training. The detail has the intervals of what the sentence names.
 
     `figure`, `curve`: name and curve of the evaluations' main figure; `paired`: the change of that,

@@ -58,15 +58,26 @@ def last_boxed(text: str) -> str | None:
     if start < 0:
         return None
     opening = text.find("{", start)
+    end = end_of_bracket(text, opening)
+    if end == opening:
+        return None
+    return text[opening + 1 : end - 1].strip()
+
+
+def end_of_bracket(text: str, start: int) -> int:
+    """Returns the position after the bracket that closes the one at `start`; `start` if it is never
+    closed. A bracket is one of `([{`."""
+    opening = text[start]
+    closing = {"(": ")", "[": "]", "{": "}"}[opening]
     depth = 0
-    for position in range(opening, len(text)):
-        if text[position] == "{":
+    for end in range(start, len(text)):
+        if text[end] == opening:
             depth += 1
-        elif text[position] == "}":
+        elif text[end] == closing:
             depth -= 1
         if depth == 0:
-            return text[opening + 1 : position].strip()
-    return None
+            return end + 1
+    return start
 
 
 def solution_of(text: str) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+from shoal.tasks.graders.answer import end_of_bracket
+
 NUM_CHARS = 300
 """Characters at the end of a completion in which an answer is looked for."""
 NUM_CHARS_BOXED = 100
@@ -108,12 +110,8 @@ def _last_boxed(text: str) -> str | None:
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
-    depth = 0
-    for position in range(start, len(text)):
-        if text[position] == "{":
-            depth += 1
-        elif text[position] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[start + len("\\boxed{") : position]
-    return None
+    opening = start + len("\\boxed")
+    end = end_of_bracket(text, opening)
+    if end == opening:
+        return None
+    return text[opening + 1 : end - 1]

@@ -23,6 +23,7 @@ from fractions import Fraction
 from typing import Any
 
 from shoal.records import ShoalError
+from shoal.tasks.graders.answer import end_of_bracket
 from shoal.tasks.graders.numbers import ascii_numbers, latex_numerals, parse_latex
 from shoal.tasks.graders.units import measures_of, quantity_of, units_differ, variables_of
 from shoal.workers.pool import Limits, WorkerPool, WorkersLost
@@ -309,7 +310,7 @@ def _in_radians(answer: str) -> str:
         alone = _DEGREES.match(rest)
         end = start
         if opening:
-            end = _end_of_bracket(answer, start + opening.end() - 1)
+            end = end_of_bracket(answer, start + opening.end() - 1)
         elif alone:
             end = start + alone.end()
         elif not match[0].startswith("\\"):  # `5 sec`
@@ -321,29 +322,13 @@ def _in_radians(answer: str) -> str:
     return "".join(parts) + answer[done:]
 
 
-def _end_of_bracket(text: str, start: int) -> int:
-    """Returns the position after the bracket that closes the one at `start`; `start` if it is never
-    closed. A bracket is one of `([{`."""
-    opening = text[start]
-    closing = {"(": ")", "[": "]", "{": "}"}[opening]
-    depth = 0
-    for end in range(start, len(text)):
-        if text[end] == opening:
-            depth += 1
-        elif text[end] == closing:
-            depth -= 1
-        if depth == 0:
-            return end + 1
-    return start
-
-
 def _exponentials(answer: str) -> str:
     """Returns an answer with `exp(x)` written as `e^{x}`. From the first `exp(` on whose bracket is
     never closed it stays as it is."""
     match = _EXP.search(answer)
     while match is not None:
         start = match.end() - 1
-        end = _end_of_bracket(answer, start)
+        end = end_of_bracket(answer, start)
         if end == start:
             return answer
         answer = f"{answer[: match.start()]}e^{{{answer[start + 1 : end - 1]}}}{answer[end:]}"

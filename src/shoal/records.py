@@ -345,7 +345,7 @@ class Group:
     rewards: np.ndarray  # float64[G]
     reward_components: Mapping[str, np.ndarray]  # name -> float64[G]
     valid: np.ndarray  # bool[G]
-    correct: np.ndarray | None = None  # bool[G]; None if the task defines no correctness
+    correct: np.ndarray | None = None  # bool[G]; None if neither task nor rewards say what is right
     subset: str = "train"  # the name of the data set that the example is from ("held_out", ...)
     # columns that reward functions logged, one value per completion
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)

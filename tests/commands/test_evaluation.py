@@ -247,6 +247,14 @@ def test_numbers_that_rewards_store_with_answers_have_means():
     assert "rewards/logged/read" not in figures  # not all of it are numbers
 
 
+def test_a_group_without_verdicts_among_others_has_no_right_answer():
+    groups = [group("ab", "a"), replace(group("aa", "a", 1), correct=None)]  # its reward failed
+    figures = score_answers(groups, task(extract=str))
+    assert (figures["accuracy"], figures["pass@2"], figures["maj@2"]) == (1 / 4, 1 / 2, 1 / 2)
+    figures = score_answers([replace(one, correct=None) for one in groups], task(extract=str))
+    assert not {"accuracy", "accuracy_interval", "pass@2", "maj@2"} & set(figures)
+
+
 def test_each_data_source_has_figures_of_its_own():
     def of_source(source: str, texts: str, row: int, acc: float) -> Group:
         example = Example(row, "?", {"answer": "a", "data_source": source})

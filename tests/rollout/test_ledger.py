@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from shoal.protocols import GroupRequest
 from shoal.records import Completion, Example, Group, Purpose, SamplingParams, StopReason
-from shoal.rollout.ledger import TRANSITIONS, GroupState, Ledger, PendingGroup
+from shoal.rewards.scores import Scores
+from shoal.rollout.ledger import TRANSITIONS, GroupState, Ledger, PendingGroup, make_group
+from shoal.tasks.task import Task
 
 HOSTS = ("a", "b", "c")
 
@@ -219,3 +221,26 @@ def test_a_purpose_and_a_step_name_what_is_taken():
     ledger.add([request_of(4, purpose=Purpose.EVALUATE)])
     assert [one.request.example.row for one in ledger.entries_of(Purpose.TRAIN, 4)] == [7, 3]
     assert len(ledger.entries_of(Purpose.EVALUATE, 4)) == 1 and len(ledger.entries) == 3
+
+
+@pytest.mark.parametrize(
+    ("acc", "expected"),
+    [
+        ([1.0, True, 0, False], [True, True, False, False]),
+        ([1, 0.5, None, -1], [True, False, False, False]),  # a share, a failure, another scale
+        ([None] * 4, None),
+        (["yes", "no", "yes", "no"], None),
+        (None, None),
+    ],
+)
+def test_acc_of_a_reward_function_says_which_completions_are_right(acc, expected):
+    request = request_of(0)
+    completions = [answer_of(0)[0]] * 4
+    extra = {} if acc is None else {"acc": [acc]}
+    scores = Scores(np.zeros((1, 4)), {"own": np.zeros((1, 4))}, np.ones((1, 4), bool), extra=extra)
+    group = make_group(Task("own"), request, completions, "abcd", scores)
+    assert (None if group.correct is None else group.correct.tolist()) == expected
+    # What the task says comes first.
+    judged = Task("own", correct=lambda text, example: text == "d")
+    group = make_group(judged, request, completions, "abcd", scores)
+    assert group.correct is not None and group.correct.tolist() == [False, False, False, True]

@@ -196,9 +196,10 @@ def test_verls_reward_is_that_of_each_rows_source():
     texts = ["#### 5", "Answer: 5", "Answer: 6", "#### 5"]
     scores = verl_reward(texts, sources, [truth] * 4, logged.__setitem__)
     assert scores == [1.0, 1.0, -1.0, -1.0]
-    assert logged == {"acc": [None, 1.0, 0.0, 0.0], "pred": [None, "5", "6", None]}
+    assert logged == {"acc": [1.0, 1.0, 0.0, 0.0], "pred": [None, "5", "6", None]}
     logged.clear()
     assert verl_reward(texts[:1], sources[:1], [truth], logged.__setitem__) == [1.0]
-    assert logged == {} and verl_reward(texts[1:2], sources[1:2], [truth]) == [1.0]
+    assert logged == {"acc": [1.0]}
+    assert verl_reward(texts[1:2], sources[1:2], [truth]) == [1.0]
     with pytest.raises(ValueError, match="data_source=codecontests: only GSM8K, MATH and DAPO"):
         verl_reward(["x"], ["codecontests"], [truth])

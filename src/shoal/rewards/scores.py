@@ -34,6 +34,8 @@ HOPELESS_SECONDS = 180.0
 by then, however few, decide whether too many failed."""
 NUM_UNSCORED = 32
 """A run ends after this many consecutive groups without any score."""
+ACCURACY = "acc"
+"""Name under which a reward function logs whether an answer is right, 1 or 0 (verl's name)."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,17 @@ def with_failed_environments(scores: Scores, failures: Sequence[Failure], policy
         valid=np.where(failed, policy == "zero", scores.valid),
         failures=(*scores.failures, *failures),
     )
+
+
+def logged_verdicts(extra: Mapping[str, Sequence[Any]]) -> np.ndarray | None:
+    """Returns bool[G]: for each completion of a group, whether a reward function logged 1 as its
+    `acc`. A completion for which none was logged, because the function failed, is not right, and
+    neither is one with a share, such as 0.5 for half of the tests passed. None if no function
+    logged a number as `acc`. `extra`: column -> [G], what the functions logged."""
+    values = extra.get(ACCURACY, ())
+    if not any(isinstance(value, int | float) for value in values):
+        return None
+    return np.array([value == 1 for value in values])
 
 
 def failure_lines(failures: Iterable[Failure]) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 from shoal.protocols import GroupRequest, SampleRequest
 from shoal.records import Completion, Group, NoiseKey, Purpose
 from shoal.rewards.pool import RewardPool
-from shoal.rewards.scores import Policy, Scores, with_failed_environments
+from shoal.rewards.scores import Policy, Scores, logged_verdicts, with_failed_environments
 from shoal.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -293,7 +293,8 @@ def make_group(
     completion has a sampled token).
 
     `correct` of the group is whether the reward `task.correct_by` is 1; without such a reward what
-    the task's `correct` function says, which is called here; else it is None."""
+    the task's `correct` function says, which is called here; without that function what a reward
+    function logged as `acc`; else it is None."""
     version = request.version
     if not request.exact:
         sampled = [completion for completion in completions if completion.num_sampled]
@@ -321,7 +322,7 @@ def make_group(
     if task.correct is not None:
         correct = [bool(task.correct(text, request.example)) for text in group.answers]
         return replace(group, correct=np.array(correct))
-    return group
+    return replace(group, correct=logged_verdicts(group.extra))
 
 
 @dataclass

@@ -213,9 +213,9 @@ def _python_call(settings: Mapping[str, Any], has_accuracy: bool) -> str:
         if key == "task.name" and value == ROWS:
             arguments.append("    task=rows,  # the data")
             if has_accuracy:
-                arguments.append(
-                    "    correct=correct,  # which answers are right; a shoal.Task has it already"
-                )
+                arguments.append("    # Says which answers are right. Leave it out if your task or")
+                arguments.append("    # the `acc` of your reward function does.")
+                arguments.append("    correct=correct,")
         elif value == HELD_OUT_ROWS:
             arguments.append("    held_out=eval_rows,  # the data to evaluate on")
         elif key in _KEYWORDS and names_object(value):

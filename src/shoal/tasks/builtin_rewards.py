@@ -232,11 +232,13 @@ def verl_reward(
     """Returns verl's default reward by each row's `data_source`. GSM8K: 1.0 if the number after the
     last `####` is the ground truth, else 0.0. MATH: 1.0 if the completion's answer, in LaTeX, is
     the ground truth, else 0.0; None if no answer can be read in the ground truth. DAPO's data
-    (`math_dapo`, `math`, `aime...`): 1.0 if the answer is the ground truth, else -1.0; there
-    `log_extra` is given verl's columns `acc`, 1.0 or 0.0, and `pred`, the answer, both None for
-    rows of other sources. ValueError for any other source, which needs a function of its own,
-    ShoalError for a row without ground truth. Each entry of `reward_model` is a dict with
-    `ground_truth`."""
+    (`math_dapo`, `math`, `aime...`): 1.0 if the answer is the ground truth, else -1.0. ValueError
+    for any other source, which needs a function of its own, ShoalError for a row without ground
+    truth. Each entry of `reward_model` is a dict with `ground_truth`.
+
+    `log_extra` is given the column `acc`: 1.0 if the answer is the ground truth, else 0.0; None if
+    that cannot be said. If there are rows of DAPO's data it is also given verl's column `pred`, the
+    answer; None for rows of other sources."""
     from shoal.tasks.gsm8k import load_reward_preset
 
     for row in reward_model:
@@ -255,23 +257,26 @@ def verl_reward(
     answers: list[str | None] = []
     for completion, source, row in zip(completions, data_source, reward_model, strict=True):
         gold = str(row["ground_truth"])
-        accuracy = None
         answer = None
         if _is_of_dapo(source):
             is_right, answer = dapo.grade(completion_text(completion), gold)
             accuracy = float(is_right)
-            scores.append(dapo.RIGHT if is_right else dapo.WRONG)
+            score = dapo.RIGHT if is_right else dapo.WRONG
         elif source in _MATH:
             # Between dollar signs, since it reads LaTeX alone.
-            scores += accuracy_reward([completion], [f"${gold}$"])
+            [score] = accuracy_reward([completion], [f"${gold}$"])
+            accuracy = score
         else:
             number = gsm8k.answer(completion_text(completion))
-            scores.append(float(gsm8k.right(number, gold)))
+            score = float(gsm8k.right(number, gold))
+            accuracy = score
+        scores.append(score)
         accuracies.append(accuracy)
         answers.append(answer)
-    if log_extra is not None and any(map(_is_of_dapo, data_source)):
+    if log_extra is not None:
         log_extra("acc", accuracies)
-        log_extra("pred", answers)
+        if any(map(_is_of_dapo, data_source)):
+            log_extra("pred", answers)
     return scores
 
 

@@ -11,10 +11,8 @@ from shoal.algorithm.advantage import has_variance
 from shoal.config.choices import advantage_of
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.records import Group, ShoalError
-from shoal.rewards.scores import weighted_sum
+from shoal.rewards.scores import ACCURACY, weighted_sum
 
-ACCURACY = "acc"
-"""verl's name of what says whether an answer is right, beside a reward function's score."""
 COMPUTED = ("correct", "score", "reward")
 """Values of `algorithm.dynamic_sampling_by` that name no number which a reward function logged."""
 

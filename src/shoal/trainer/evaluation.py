@@ -365,7 +365,13 @@ def sampled_protocol(k: int, params: SamplingParams) -> str:
 
 
 def _solved(groups: Sequence[Group]) -> np.ndarray | None:
-    """Returns bool[Q, G]: which completions are right; None if the groups have no verdicts, because
-    the task defines no `correct`. If only some have verdicts, the others have no row."""
-    known = [group.correct for group in groups if group.correct is not None]
-    return np.stack(known) if known else None
+    """Returns bool[Q, G]: which completions are right; None if no group has verdicts, because
+    neither the task nor a reward function says which answers are right. A group without verdicts
+    among others that have some, such as one whose reward function failed, has no right answer."""
+    if all(group.correct is None for group in groups):
+        return None
+    rows = []
+    for group in groups:
+        unknown = np.zeros(group.size, dtype=bool)
+        rows.append(unknown if group.correct is None else group.correct)
+    return np.stack(rows)

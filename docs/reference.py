@@ -219,6 +219,14 @@ DIFFERENCES: dict[str, Difference] = {
         "bounds the samples taken ahead; a long completion may be older when its turn comes",
         "bounds the age of the weights that a group starts on",
     ),
+    "verl gen_batch_size": Difference(
+        "verl",
+        "`algorithm.filter_groups.enable=True`",
+        "samples `data.gen_batch_size` prompts at a time, those of the next epoch too, and drops "
+        "what is beyond a step",
+        "samples as many as are likely to be needed, each prompt at most once in a step, so a step "
+        "consumes fewer prompts",
+    ),
     "verl longest response": Difference(
         "verl",
         "`loss_agg_mode=seq-mean-token-sum-norm` without `loss_scale_factor`",

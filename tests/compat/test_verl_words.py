@@ -347,6 +347,28 @@ def test_what_cannot_matter_is_accepted(words):
     assert config.batch.prompts_per_step == 1024 and config.reward.overlong_buffer_tokens == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "rounds", "said"),
+    [
+        ([], 1000, "max_sampling_rounds=1000"),
+        (["F.max_num_gen_batches=0"], 1000, "no limit, as there"),
+        (["F.max_num_gen_batches=1"], 0, "a step samples at most 1,024 prompts"),
+        (["F.max_num_gen_batches=3", "data.gen_batch_size=512"], 1, "2,048 prompts, 1,536 there"),
+        (["F.max_num_gen_batches=10", "data.gen_batch_size=3072"], 29, "30,720 prompts"),
+        (["F.max_num_gen_batches=10", "algorithm.max_sampling_rounds=7"], 7, ""),
+    ],
+)
+def test_dynamic_sampling_may_sample_as_many_prompts_as_in_verl(words, rounds, said):
+    """verl stops with an error after max_num_gen_batches of gen_batch_size prompts."""
+    words = [word.replace("F.", "algorithm.filter_groups.") for word in ["F.enable=True", *words]]
+    config, resolved = compose("train", ["recipe=verl", *words])
+    a = config.algorithm
+    assert (a.max_sampling_rounds, a.on_too_few_groups) == (rounds, "stop")
+    assert said in " ".join(resolved.became)
+    config, _ = compose("train", ["recipe=verl", *words, "algorithm.on_too_few_groups=fill"])
+    assert config.algorithm.on_too_few_groups == "fill"
+
+
 MODEL = "actor_rollout_ref.model."
 
 
@@ -483,11 +505,12 @@ def test_dapos_script_is_taken_as_it_is():
     assert (config.batch.prompts_per_step, config.batch.group_size) == (512, 16)
     a = config.algorithm
     assert (a.clip_low, a.clip_high, a.clip_dual, a.num_minibatches) == (0.2, 0.28, 10.0, 16)
-    assert (a.dynamic_sampling, a.dynamic_sampling_by, a.max_sampling_rounds) == (
+    assert (a.dynamic_sampling, a.dynamic_sampling_by, a.on_too_few_groups) == (
         True,
         "correct",
-        9,
+        "stop",
     )
+    assert (1 + a.max_sampling_rounds) * 512 == 1536 * 10  # as many prompts as there
     assert (a.aggregation, a.kl_coef, a.entropy_coef) == ("token-mean", 0, 0)
     assert (config.reward.overlong_buffer_tokens, config.reward.overlong_penalty) == (4096, 1)
     assert (config.optimizer.weight_decay, config.optimizer.warmup_steps) == (0.1, 10 * 16)

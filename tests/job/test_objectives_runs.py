@@ -143,13 +143,41 @@ def test_dynamic_sampling_resumes_exactly(workshop, choosy, lag):
 
 
 @pytest.mark.slow
-def test_a_step_that_cannot_be_filled_goes_on(workshop, choosy):
-    run = workshop.train(
-        "starved", *choosy, "reward.weights=[0.0]", "algorithm.max_sampling_rounds=2", "steps=1"
-    )
+def test_a_step_that_cannot_be_filled_goes_on_with_a_warning(workshop, choosy, capsys):
+    starved = (*choosy, "reward.weights=[0.0]", "algorithm.max_sampling_rounds=2")
+    run = workshop.train("starved", *starved, "steps=1")
     [row] = metrics(run)
     assert row["groups/nonzero_std"] == 0 and row["groups/discarded"] == 8 and row["grad_norm"] == 0
-    assert len(groups(run, 1)) == 4
+    assert row["groups/filled"] == 4 and len(groups(run, 1)) == 4
+    said = " ".join(capsys.readouterr().out.split())
+    assert "so the step was filled with groups that it rejects: 4" in said
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_for_lack_of_groups_keeps_them_and_resumes(workshop, choosy, capsys):
+    """The groups of the step are stored, and the run goes on from the step before."""
+    file = workshop.folder / "late.py"
+    file.write_text("""\
+def late(completions, trainer_state, **kwargs):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [1.0 if trainer_state.global_step else sum(map(ord, text)) for text in texts]
+""")
+    words = [*choosy[1:], f"reward={file}:late", "steps=2", "algorithm.max_sampling_rounds=1"]
+    line = workshop.words("lacking", *words, "algorithm.on_too_few_groups=stop")
+    assert cli.main(line) == cli.USAGE_EXIT_CODE
+    said = capsys.readouterr().err
+    assert "step 2: dynamic sampling keeps 0 of 8 groups" in said and "resume=" in said
+    run = workshop.runs / "lacking"
+    assert len(metrics(run)) == 1 and len(shoal.load_run(run).groups(2, discarded=True)) == 8
+    # Also if the first step ends so.
+    lost = workshop.words(
+        "lost", *words, "reward.weights=[0.0]", "algorithm.on_too_few_groups=stop"
+    )
+    assert cli.main(lost) == cli.USAGE_EXIT_CODE
+    assert cli.main(["groups", str(workshop.runs / "lost"), "filter=set=discarded"]) == 0
+    assert cli.main(["train", f"resume={run}", "algorithm.on_too_few_groups=fill"]) == 0
+    assert [row["groups/filled"] for row in metrics(run)] == [0, 4]
+    assert len(shoal.load_run(run).groups(2, discarded=True)) == 4
 
 
 @pytest.mark.slow

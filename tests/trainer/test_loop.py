@@ -602,6 +602,77 @@ def test_with_a_lag_as_many_groups_are_asked_for_as_the_last_step_shows_useful(l
     assert any(len(rounds) > 1 for rounds in diary.rounds.values())
 
 
+class Constant(Diary):
+    """A source that asks again, and all of whose groups have one reward; notes what each step was
+    filled with, and which groups were kept as discarded ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: dict[int, list[int]] = {}
+        self.filled: list[int] = []
+        self.discarded: list[tuple[int, int]] = []
+
+    def request(self, requests) -> None:
+        step = requests[0].step
+        self.pending.pop(step, None)
+        self.rows.setdefault(step, []).extend(request.example.row for request in requests)
+        super().request(requests)
+
+    def take(self, purpose, step) -> list[SimpleNamespace]:
+        groups = super().take(purpose, step)
+        for group in groups:
+            group.reward_components = {}
+        return groups
+
+    def step(self, record):
+        self.filled.append(record.num_filled)
+        return super().step(record)
+
+    def keep_discarded(self, step, groups) -> None:
+        self.discarded.append((step, len(groups)))
+
+    def print_next_steps(self, has_checkpoint) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("rounds", "num_rows", "expected"),
+    [(0, 300, 4), (2, 300, 12), (2, 10, 10)],
+)
+def test_a_step_that_cannot_be_filled_is_filled_and_counted_or_ends_the_run(
+    rounds, num_rows, expected
+):
+    """A step samples at most (1 + rounds) x 4 prompts, each once."""
+
+    def run(diary, on_too_few_groups):
+        words = [
+            "steps=1",
+            "batch.prompts_per_step=4",
+            "batch.group_size=3",
+            "algorithm.dynamic_sampling=true",
+            f"algorithm.max_sampling_rounds={rounds}",
+            f"algorithm.on_too_few_groups={on_too_few_groups}",
+        ]
+        config, _ = compose("train", words)
+        examples = [Example(row, str(row)) for row in range(num_rows)]
+        prompts = PromptStream(examples, lambda prompt: np.array([1]), 0, 10)
+        run = Run(config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule())
+        run.train()
+
+    filled = Constant()
+    run(filled, "fill")
+    assert filled.filled == [4] and filled.discarded == []
+    stopped = Constant()
+    with pytest.raises(ShoalError) as raised:
+        run(stopped, "stop")
+    assert stopped.filled == [] and stopped.discarded == [(0, expected)]
+    for diary in (filled, stopped):
+        assert len(diary.rows[0]) == len(set(diary.rows[0])) == expected
+    message = str(raised.value)
+    assert f"step 1: dynamic sampling keeps 0 of {expected} groups" in message
+    reason = "no other prompt" if num_rows == 10 else f"max_sampling_rounds={rounds} allows no more"
+    assert reason in message and "on_too_few_groups=fill" in message
+
+
 @LAGS
 def test_a_run_whose_data_is_learnt_resumes_to_the_same_end(lag):
     whole = learn(lag)

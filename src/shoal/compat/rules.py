@@ -26,6 +26,7 @@ from shoal.compat.flags import (
     to_int,
     value_of_option,
 )
+from shoal.compat.verl_readers import NO_LIMIT_OF_ROUNDS
 from shoal.config.foreign import NOTHING, OFF, FlagTexts, GetValue, KeyValues, Rule, Sentence
 from shoal.config.keywords import ROWS
 from shoal.config.sections.model import ModelSection
@@ -1379,21 +1380,43 @@ def _check_manager(name: str, manager: str) -> None:
 
 
 def verl_gen_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
-    """Checks verl's gen_batch_size, the prompts that are sampled at a time. Sets nothing: with
-    dynamic sampling it is a setting of speed. ShoalError if there is none and it is not the prompts
-    of a step, because verl then trains on all of them. 1 is what fully_async_policy requires."""
-    name, text = last_of(given)
-    size = to_int(name, text)
+    """Converts verl's max_num_gen_batches, the most batches of gen_batch_size prompts (by default
+    those of a step) that a step may sample in dynamic sampling, to algorithm.max_sampling_rounds,
+    so that as many prompts are sampled at most, rounded up to whole steps; 0, no limit, becomes
+    NO_LIMIT_OF_ROUNDS. Without max_num_gen_batches sets nothing.
+
+    Without dynamic sampling ShoalError if gen_batch_size is not the prompts of a step, because verl
+    then trains on all of them. 1 is what fully_async_policy requires."""
+    named = last_part(given)
     prompts = _prompts_of_step(get)
-    if get("algorithm.dynamic_sampling"):
-        return {}, "a round of dynamic sampling asks for as many prompts as are likely to be needed"
-    if prompts is not None and size not in (1, prompts):
-        raise ShoalError(
-            f"{name}={text}: expected {prompts} (data.train_batch_size), or "
-            "algorithm.filter_groups.enable=true; without it verl trains on all prompts that are "
-            f"sampled, which is data.train_batch_size={text} here"
-        )
-    return {}, "the prompts of a step are asked for one by one"
+    is_dynamic = get("algorithm.dynamic_sampling")
+    size = prompts  # of a batch
+    if "gen_batch_size" in named:
+        size = to_int("data.gen_batch_size", named["gen_batch_size"])
+        if not is_dynamic and prompts is not None and size not in (1, prompts):
+            raise ShoalError(
+                f"data.gen_batch_size={size}: expected {prompts} (data.train_batch_size), or "
+                "algorithm.filter_groups.enable=true; without it verl trains on all prompts that "
+                f"are sampled, which is data.train_batch_size={size} here"
+            )
+    if "max_num_gen_batches" not in named:
+        if is_dynamic:
+            return {}, "dynamic sampling asks for as many prompts as are likely to be needed"
+        return {}, "the prompts of a step are asked for one by one"
+    name = "algorithm.filter_groups.max_num_gen_batches"
+    batches = to_int(name, named["max_num_gen_batches"], 0)
+    if not batches:
+        return {"algorithm.max_sampling_rounds": str(NO_LIMIT_OF_ROUNDS)}, "no limit, as there"
+    steps = batches  # how many times the prompts of a step
+    sentence = ""
+    if prompts and size:
+        steps = -(-batches * size // prompts)  # rounded up
+        sentence = f"a step samples at most {count(steps * prompts, 'prompt')}"
+        if steps * prompts != batches * size:
+            sentence += f", {batches * size:,} there"
+    if not is_dynamic:
+        sentence = "it counts with algorithm.filter_groups.enable=true"
+    return {"algorithm.max_sampling_rounds": str(steps - 1)}, sentence
 
 
 CHECKS: tuple[Rule, ...] = (verl_critic, verl_reward_manager, verl_gen_batch)

@@ -496,7 +496,13 @@ FLAGS: list[Flag] = [
         "reward.reward_kwargs.max_resp_len",
     ),
     *idle("the penalty is logged anyway: rewards/overlong", *(f"{head}log" for head in _OVERLONG)),
-    Flag("algorithm.filter_groups.enable", ("algorithm.dynamic_sampling",), is_switch=True),
+    reads(
+        "algorithm.filter_groups.enable",
+        "algorithm.dynamic_sampling algorithm.on_too_few_groups algorithm.max_sampling_rounds",
+        verl_readers.read_filter,
+        "a step that lacks groups after max_num_gen_batches ends the run with an error, as there",
+        is_switch=True,
+    ),
     reads(
         "algorithm.filter_groups.metric",
         "algorithm.dynamic_sampling_by",
@@ -504,11 +510,12 @@ FLAGS: list[Flag] = [
         "acc: correct, which is the function's acc if it returns one; score; seq_reward and "
         "seq_final_reward: reward; else the entry of that name that the function returns",
     ),
-    reads(
-        "algorithm.filter_groups.max_num_gen_batches",
+    *derived(
+        rules.verl_gen_batch,
         "algorithm.max_sampling_rounds",
-        verl_readers.read_rounds,
-        "rounds beyond the first; 0, no limit there, is 1,000",
+        "times data.gen_batch_size, the most prompts of a step, rounded up to whole steps; 0, no "
+        "limit, is 1,000 steps",
+        "algorithm.filter_groups.max_num_gen_batches",
     ),
     reads(
         _MODEL + "enable_gradient_checkpointing",
@@ -603,7 +610,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.verl_gen_batch,
         "",
-        "speed with dynamic sampling; else it must be data.train_batch_size",
+        "with filter_groups.enable the prompts of one of max_num_gen_batches; else it must be "
+        "data.train_batch_size",
         "data.gen_batch_size",
     ),
     *only(

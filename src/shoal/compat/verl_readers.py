@@ -23,6 +23,9 @@ from shoal.config.choices import REJECTIONS
 from shoal.config.sections.task import names_file
 from shoal.records import ShoalError
 
+NO_LIMIT_OF_ROUNDS = 1000
+"""Value of algorithm.max_sampling_rounds where verl samples without a limit."""
+
 clip = flags.read_bounds("clip_ratio", "clip_ratio_low", "clip_ratio_high")
 
 _OFF = Yielding("0")
@@ -414,13 +417,16 @@ def read_loggers(name: str, text: str) -> KeyValues:
     return values
 
 
-def read_rounds(name: str, text: str) -> KeyValues:
-    """Converts max_num_gen_batches, the number of all sampling rounds of a step (0 for no limit,
-    which becomes 1000), to algorithm.max_sampling_rounds, which counts the rounds after the first
-    and is at least 1."""
-    number = to_int(name, text, 0)
-    beyond_first = max(1, number - 1) if number else 1000
-    return {"algorithm.max_sampling_rounds": str(beyond_first)}
+def read_filter(name: str, text: str) -> KeyValues:
+    """Converts filter_groups.enable to algorithm.dynamic_sampling. If it is on, a step that lacks
+    groups ends the run, and there is no limit of rounds, unless something else says otherwise."""
+    if not to_bool(name, text):
+        return {"algorithm.dynamic_sampling": "false"}
+    return {
+        "algorithm.dynamic_sampling": "true",
+        "algorithm.on_too_few_groups": Yielding("stop"),
+        "algorithm.max_sampling_rounds": Yielding(str(NO_LIMIT_OF_ROUNDS), to_all=True),
+    }
 
 
 _METRICS = {

@@ -57,6 +57,8 @@ class StepRecord:
     # by group, completion and turn; empty if advantages are of whole completions
     turn_advantages: TurnAdvantages = ()
     discarded: Sequence[Group] = ()  # groups that dynamic sampling discarded; no update used them
+    # number of `groups` that dynamic sampling rejects, and that filled the step nevertheless
+    num_filled: int = 0
     prompts_dropped: int = 0  # number since the run began
     prompts_retired: int = 0
 
@@ -154,6 +156,7 @@ class Recorder:
             _add_metrics_by_turn(metrics, record.groups)
         _add_age_metrics(metrics, record.groups, record.logprobs)
         metrics.add("groups/discarded", len(record.discarded))
+        metrics.add("groups/filled", record.num_filled)
         metrics.add("version", number)
         metrics.add("prompts/dropped", record.prompts_dropped - self.prompts_dropped)
         metrics.add("prompts/retired", record.prompts_retired)
@@ -203,13 +206,19 @@ class Recorder:
                 number, record.groups, record.advantages, record.logprobs, record.turn_advantages
             )
             if record.discarded:
-                # They have neither advantages nor the trainer's log-probs.
-                self._groups.put(number, record.discarded, None, None, (), True)
+                self.keep_discarded(record.step, record.discarded)
         self.spent("record", time.perf_counter() - started)
         self.console.step(number, self.steps, result)
         self.console.answers(number, rows)
         self._warn(self.watch.step(number, result, record.groups))
         return result
+
+    def keep_discarded(self, step: int, groups: Sequence[Group]) -> None:
+        """Queues groups of a step (from 0) that no update uses for the thread that writes them;
+        does nothing if groups are not kept."""
+        if self.keep_groups:
+            # They have neither advantages nor the trainer's log-probs.
+            self._groups.put(step + 1, groups, None, None, (), True)
 
     @property
     def cost(self) -> float:

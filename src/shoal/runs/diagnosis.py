@@ -221,6 +221,18 @@ ROWS = (
         "some groups have fewer than two scorable completions (metric groups/unscorable)",
         key="reward.functions",
     ),
+    Row(
+        "filled",
+        "groups/filled",
+        ">",
+        0,
+        "dynamic sampling found too few groups whose completions differ, so the step was filled "
+        "with groups that it rejects: {value:.0f} (metric groups/filled)",
+        "raise algorithm.max_sampling_rounds, change the data or algorithm.dynamic_sampling_by, or "
+        "end such a run with algorithm.on_too_few_groups=stop",
+        "algorithm.max_sampling_rounds",
+        symptom="the-reward-is-constant",
+    ),
     # ---- of an evaluation
     Row(
         "worse",

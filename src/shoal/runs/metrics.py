@@ -51,6 +51,8 @@ groups/nonzero_std | share | mean | groups whose rewards differ; the others have
 absent with a critic, which learns from every group
 groups/discarded | groups | sum | groups sampled and replaced by dynamic sampling \
 (algorithm.dynamic_sampling)
+groups/filled | groups | sum | groups that dynamic sampling rejects and that were trained on, \
+since too few others were found (algorithm.max_sampling_rounds)
 groups/unscorable | groups | sum | groups with fewer than two scorable completions; for groups of \
 one, those with none
 advantage/abs_mean | 1 | mean | absolute advantage of valid completions

@@ -64,6 +64,29 @@ def select(
     return of_the_step, discarded
 
 
+def too_few_text(
+    step: int,
+    groups: Sequence[Group],
+    wanted: int,
+    is_useful: Callable[[Group], bool],
+    a: AlgorithmSection,
+) -> str:
+    """Returns the error for a step (from 0) of whose sampled `groups` fewer than `wanted` are
+    useful: how many are, why no more were sampled, and which keys help."""
+    num_useful = sum(map(is_useful, groups))
+    if len(groups) < (1 + a.max_sampling_rounds) * wanted:
+        reason = "no other prompt of the data is left"
+    else:
+        reason = f"algorithm.max_sampling_rounds={a.max_sampling_rounds} allows no more"
+    return (
+        f"step {step + 1}: dynamic sampling keeps {num_useful} of {len(groups)} groups, fewer than "
+        f"the {wanted} of a step, and {reason}: the completions of the others do not differ in "
+        f"algorithm.dynamic_sampling_by={a.dynamic_sampling_by}. Their questions may be too hard "
+        "or too easy; change the data, raise algorithm.max_sampling_rounds, or train on such "
+        "groups with algorithm.on_too_few_groups=fill"
+    )
+
+
 def has_signal(group: Group, a: AlgorithmSection, penalty: str = "") -> bool:
     """True if dynamic sampling keeps the group, because its completions differ in what
     `dynamic_sampling_by` names.

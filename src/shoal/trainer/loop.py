@@ -368,7 +368,9 @@ class Run:
                 return
             # A step that samples ahead requests the expected replacements at once.
             if self.schedule.lag:
+                most_extra = self.config.algorithm.max_sampling_rounds * prompts_per_step
                 num_extra = dynamic_sampling.num_extra(prompts_per_step, self.useful_share)
+                num_extra = min(num_extra, most_extra)
                 if num_extra:
                     taken_rows = {prompt.example.row for prompt in prompts}
                     prompts += self.prompts.more(num_extra, taken_rows)
@@ -411,25 +413,34 @@ class Run:
     def take(self, step: int) -> tuple[list[Group], list[Group]]:
         """Waits for the step's groups and returns (groups to train on, groups that were discarded).
         Without dynamic sampling no group is discarded. With it, groups without variance are
-        replaced, in at most `max_sampling_rounds` rounds: more prompts are requested at the same
-        version, in the order of the prompts. Rounds also end if no prompt is left. If there are
-        still too few useful groups then, others fill up."""
+        replaced: more prompts are requested at the same version, in the order of the prompts, until
+        the step is full, `max_sampling_rounds` is reached or no prompt is left. If there are still
+        too few useful groups then, others fill up; with `on_too_few_groups=stop` the groups are
+        written as discarded ones, and ShoalError is raised."""
         self.stop.announce_wait(f"the completions of step {step + 1}")
         a = self.config.algorithm
         prompts_per_step = self.config.batch.prompts_per_step
         groups = self.source.take(Purpose.TRAIN, step)
         if not a.dynamic_sampling:
             return groups, []
-        for _ in range(a.max_sampling_rounds):
+        most_prompts = (1 + a.max_sampling_rounds) * prompts_per_step
+        while True:
             num_missing = dynamic_sampling.num_missing(groups, prompts_per_step, self.is_useful)
-            if not num_missing:
+            num_allowed = most_prompts - len(groups)
+            if num_missing == 0 or num_allowed <= 0:
                 break
             taken_rows = {group.example.row for group in groups}
-            prompts = self.prompts.more(num_missing, taken_rows)
+            prompts = self.prompts.more(min(num_missing, num_allowed), taken_rows)
             if not prompts:
                 break
             self.source.request(self.group_requests(step, prompts))
             groups += self.source.take(Purpose.TRAIN, step)
+        if num_missing and a.on_too_few_groups == "stop":
+            self.recorder.keep_discarded(step, groups)
+            text = dynamic_sampling.too_few_text(step, groups, prompts_per_step, self.is_useful, a)
+            if self.config.report.groups:
+                text += f"; `shoal groups RUN step={step + 1} filter=set=discarded` prints them"
+            raise ShoalError(text, "algorithm.max_sampling_rounds")
         return dynamic_sampling.select(groups, prompts_per_step, self.is_useful)
 
     def is_useful(self, group: Group) -> bool:
@@ -547,6 +558,9 @@ class Run:
         """Records one step in metrics, files and terminal, and returns its metrics by name.
         `seconds` is the time of the whole step, with the waiting."""
         table = outcome.table
+        num_filled = 0
+        if self.config.algorithm.dynamic_sampling:
+            num_filled = sum(not self.is_useful(group) for group in groups)
         record = StepRecord(
             step=step,
             groups=groups,
@@ -557,6 +571,7 @@ class Run:
             metrics=outcome.metrics,
             seconds=seconds,
             discarded=discarded,
+            num_filled=num_filled,
             prompts_dropped=self.prompts.dropped,
             prompts_retired=len(self.prompts.rates.retired()),
         )

@@ -174,8 +174,11 @@ class AlgorithmSection:
     its score (verl), or without both the score; score: the reward minus the overlong penalty;
     reward: the whole reward; any other name: the number that a reward function logs under it."""
     max_sampling_rounds: int = key(10, stages=("data", "sampling"))
-    """Largest number of replacement rounds in a step; groups without variance fill the remaining
-    places."""
+    """How often dynamic sampling may request the prompts of a step again: a step samples at most
+    (1 + this) x batch.prompts_per_step prompts, each once."""
+    on_too_few_groups: Literal["fill", "stop"] = key("fill", stages=("data", "sampling"))
+    """If dynamic sampling then still lacks groups: fill the step with groups that it rejects, and
+    warn, or stop the run with an error (verl's filter_groups)."""
     num_epochs: int = key(1, stages=("update",))
     """Passes over each step's groups (TRL's num_iterations, PPO epochs)."""
     num_minibatches: int = key(1, stages=("update",))
@@ -218,7 +221,8 @@ class AlgorithmSection:
                 getattr(self, name),
                 "a number above 0",
             )
-        at_least(self, "algorithm.", 1, "num_epochs", "num_minibatches", "max_sampling_rounds")
+        at_least(self, "algorithm.", 1, "num_epochs", "num_minibatches")
+        at_least(self, "algorithm.", 0, "max_sampling_rounds")
         require(
             self.clip_dual == 0 or self.clip_dual > 1,
             "algorithm.clip_dual",

@@ -225,7 +225,7 @@ def test_context_moves_the_rows_that_it_is_for(topology):
     """Of 64 rows 4 get context, or give way and come back. Keys are written in place; a scatter of
     all heads was a copy of the whole cache before and after, and gathered rows a read of all."""
     for program, text in zip(
-        ("feed", "save", "restore"),
+        ("feed", "swap_out", "swap_in"),
         compiled_elsewhere(topology, "context").split("\f"),
         strict=False,
     ):
@@ -245,7 +245,7 @@ def test_context_moves_the_rows_that_it_is_for(topology):
                 one.op not in NOT_MADE
                 and {*caches} & {*sizes(one, "bf16")}
                 and not (
-                    program != "save"
+                    program != "swap_out"
                     and any(
                         "/scatter" in inner.attributes
                         or inner.op in ("scatter", "dynamic-update-slice")
@@ -312,8 +312,8 @@ def test_weights_of_8_bits_are_widened_when_they_are_needed(topology):
         ("decode", True, (1, 2, 4)),
         ("decode", True, (8, 1, 1)),
         ("feed", False, (2, 2, 2)),
-        ("save", False, (2, 2, 2)),
-        ("restore", False, (2, 2, 2)),
+        ("swap_out", False, (2, 2, 2)),
+        ("swap_in", False, (2, 2, 2)),
     ],
 )
 def test_replicas_exchange_nothing(mesh, program, truncated):
@@ -335,7 +335,7 @@ def test_replicas_exchange_nothing(mesh, program, truncated):
     args, shapes = call_of(engine, program)
     hlo = Module(engine.programs[program].compile(*args, **shapes).as_text())
     tensor, found = where.mesh.shape["tensor"], collectives(hlo)
-    assert bool(found) == (tensor > 1 and program not in ("save", "restore"))
+    assert bool(found) == (tensor > 1 and program not in ("swap_out", "swap_in"))
     assert not [one for one in found if one.op.startswith("collective-permute")]
     if program == "decode" and mesh == (2, 2, 2):
         # a device writes the keys of its own heads: none are gathered

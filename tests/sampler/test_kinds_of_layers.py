@@ -147,7 +147,7 @@ def test_rows_that_give_way_keep_their_states(played, monkeypatch):
     monkeypatch.setattr("shoal.sampler.engine.SWAP_SHARE", 2)
     engine = engine_of(slots=4)
     done = play(engine, (0, 1, 2))
-    assert {"save", "restore"} <= {name for name, _ in engine._started}
+    assert {"swap_out", "swap_in"} <= {name for name, _ in engine._started}
     for key, one in done.items():
         assert one.token_ids.tolist() == played[key].token_ids.tolist()
     check_logprobs(engine, done)
@@ -306,7 +306,7 @@ def test_other_kinds_of_layers(a, apart, monkeypatch):
     engine = engine_of(a, slots=4)
     done = play(engine, (0, 1, 2))
     used = {name for name, _ in engine._started}
-    assert used == {"prefill", "join", "decode", "feed", "save", "restore"}
+    assert used == {"prefill", "join", "decode", "feed", "swap_out", "swap_in"}
     check_logprobs(engine, done)
 
 
@@ -431,7 +431,7 @@ def test_the_experts_of_every_token_are_recorded(apart, monkeypatch):
     engine = engine_of(MOE, slots=4, records_experts=True)
     done = play(engine, (0, 1, 2))
     used = {name for name, _ in engine._started}
-    assert used == {"prefill", "join", "decode", "feed", "save", "restore"}
+    assert used == {"prefill", "join", "decode", "feed", "swap_out", "swap_in"}
     assert not all(one.loss_mask.all() for one in done.values())
     check_experts(engine, done)
     of_row = [one.prompt_experts for (row, _), one in done.items() if row == 2]
@@ -465,7 +465,7 @@ def test_keys_in_pages_are_read_by_other_layers_too(monkeypatch):
     kinds = [type(cache) for cache in engine.state_shapes().caches]
     assert kinds == [RingCache, PagedCache, RingCache, PagedCache, NoCache, NoCache]
     ours = play(engine, (0, 2), most=400)
-    assert {"feed", "save", "restore"} <= {name for name, _ in engine._started}
+    assert {"feed", "swap_out", "swap_in"} <= {name for name, _ in engine._started}
     assert ours.keys() == theirs.keys()
     for key, one in theirs.items():
         assert one.token_ids.tolist() == ours[key].token_ids.tolist()

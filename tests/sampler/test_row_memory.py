@@ -147,7 +147,7 @@ def base() -> dict:
     engine = make(eos_ids=())
     assert pool_of(engine).table.shape == (4, 2, 3) and len(pool_of(engine).free[0]) == 24
     played = play(engine, [long(row) for row in range(7)])
-    assert engine.counters["preempted_rows"] == 0 and not {"save", "restore"} & {
+    assert engine.counters["preempted_rows"] == 0 and not {"swap_out", "swap_in"} & {
         name for name, _ in engine._started
     }
     return played
@@ -168,8 +168,8 @@ def test_rows_that_give_way_have_the_same_bits(base, pages):
             engine.counters["preempted_rows"] > before + 1 and len(pool_of(engine).free[0]) == pages
         )
         assert (
-            not engine.parked._saved
-            and not engine.parked._arriving
+            not engine.swapped._on_host
+            and not engine.swapped._arriving
             and not engine.scheduler.returning
         )
 
@@ -195,7 +195,7 @@ def test_a_request_is_cancelled_of_which_rows_gave_way(base):
             or len(one) == len(base[key])
         )
         assert one.token_ids.tolist() == base[key].token_ids[: len(one)].tolist()
-    assert len(pool_of(engine).free[0]) == 9 and not engine.parked._saved
+    assert len(pool_of(engine).free[0]) == 9 and not engine.swapped._on_host
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_turns_in_few_pages(siblings):
     _, whole, counts = played(0, 0)
     for seed in range(3):
         engine, done, own = played(6 * siblings + 1, seed)
-        assert own == counts and {"feed", "save", "restore"} <= {
+        assert own == counts and {"feed", "swap_out", "swap_in"} <= {
             name for name, _ in engine._started
         }
         same(done, whole)
@@ -275,7 +275,8 @@ def test_random_requests_in_few_pages():
                 }
             check(pool_of(engine))
         assert (
-            len(found) == sum(one.num_completions for one in requests) and not engine.parked._saved
+            len(found) == sum(one.num_completions for one in requests)
+            and not engine.swapped._on_host
         )
         same(
             {key: one for key, one in found.items() if one.stop_reason is not StopReason.CANCELLED},

@@ -175,13 +175,13 @@ def test_more_rollouts_than_places(base, monkeypatch):
     monkeypatch.setattr(
         engine, "programs", {name: counting(name, one) for name, one in engine.programs.items()}
     )
-    first, kept, take = None, [], engine.parked.take
+    first, kept, take = None, [], engine.swapped.take
     monkeypatch.setattr(
-        engine.parked,
+        engine.swapped,
         "take",
         lambda positions: [
             kept.extend(
-                engine.parked._saved[part].caches[0].own_v[0].shape[2] for part, _ in positions
+                engine.swapped._on_host[part].caches[0].own_v[0].shape[2] for part, _ in positions
             ),
             take(positions),
         ][1],
@@ -193,9 +193,9 @@ def test_more_rollouts_than_places(base, monkeypatch):
             key: one.token_ids.tolist() for key, one in base[0].items()
         }
         same(done, first := first or done)
-        assert not engine.parked._saved and not engine.parked._arriving
+        assert not engine.swapped._on_host and not engine.swapped._arriving
     assert calls["prefill"] == 2 * 6 and calls["join"] == 2 * 18
-    assert calls["save"] >= calls["restore"] > 2 * 6
+    assert calls["swap_out"] >= calls["swap_in"] > 2 * 6
     # keys that are there, not room for all
     assert min(kept) < MAX_TOKENS / 8 and max(kept) <= MAX_TOKENS
 
@@ -265,7 +265,7 @@ def test_turns_by_pages(monkeypatch):
                 replace(in_turns(row, 2), params=replace(in_turns(row).params, max_tokens=600))
             )
         done, _ = play(engine, requests, tool=long_answer, limit=600)
-        assert {"feed", "save", "restore"} <= {name for name, _ in engine._started}
+        assert {"feed", "swap_out", "swap_in"} <= {name for name, _ in engine._started}
         return done
 
     theirs = played(600)

@@ -165,10 +165,10 @@ def memory_of(compiled: Any) -> dict[str, int]:
 def call_of(engine: Engine, program: str) -> tuple[tuple, dict[str, Any]]:
     """The shapes of what a program of an engine is called with."""
     state, count = engine.state_shapes(), engine.scheduler.swap_rows
-    if program in ("save", "restore"):
+    if program in ("swap_out", "swap_in"):
         args = [state, jax.ShapeDtypeStruct((count,), jnp.int32)]
-        if program == "restore":
-            args.append(engine.parked.shapes)
+        if program == "swap_in":
+            args.append(engine.swapped.shapes)
         table = engine._empty_page_table(count)
         if table is not None:
             args.append(jax.ShapeDtypeStruct(table.shape, table.dtype))
@@ -352,7 +352,7 @@ def main(topology: str, program: str, *arguments: str) -> None:
             )
         )
     elif program == "context":  # of rollouts that act, on one device with 8 key/value heads
-        for name in ("feed", "save", "restore"):
+        for name in ("feed", "swap_out", "swap_in"):
             compiled = compiled_decode(
                 devices[:1], replace(SAMPLED, num_layers=1, num_kv_heads=8), 1, 1, name, siblings=1
             )

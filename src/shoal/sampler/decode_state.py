@@ -1,5 +1,5 @@
 """The state of sampling on the devices, `DecodeState`: its sizes, its layout, and how rows of it
-are saved to the host's memory and restored."""
+are swapped out to the host's memory and back in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OUT_OF_RANGE_ROW = 2**31 - 1
 """A row that no array has: what is written to it is dropped."""
 
 SWAP_ROWS, SWAP_SHARE = 4, 16
-"""Most rows of a replica that are saved or restored at once, and the inverse of their largest share
+"""Most rows of a replica that are swapped out or in at once, and the inverse of their largest share
 of the replica's rows: these rows are on the device twice meanwhile."""
 
 
@@ -122,7 +122,7 @@ def _on_each_replica(role: Role, function: Callable) -> Callable:
     )
 
 
-def save_rows(
+def swap_out_rows(
     role: Role, state: DecodeState, rows: jax.Array, pages: jax.Array | None = None
 ) -> DecodeState:
     """Returns what the device holds of rows[M], as arrays of M rows. If keys are stored in pages,
@@ -132,37 +132,39 @@ def save_rows(
 
 
 def _read_rows(state: DecodeState, rows: jax.Array, pages: jax.Array | None) -> DecodeState:
-    """Returns what one replica holds of rows[M], as arrays of M rows: `save_rows` for a replica.
-    pages[M, W, T]: the pages of the rows' completions; None if keys are not stored in pages."""
+    """Returns what one replica holds of rows[M], as arrays of M rows: `swap_out_rows` for a
+    replica. pages[M, W, T]: the pages of the rows' completions; None if keys are not stored in
+    pages."""
     caches = tuple(cache.read_rows(rows, pages) for cache in state.caches)
     outside = jax.tree.map(lambda x: entries_at(x, rows), replace(state, caches=()))
     return replace(outside, caches=caches)
 
 
-def restore_rows(
+def swap_in_rows(
     role: Role,
     state: DecodeState,
     rows: jax.Array,
-    saved: DecodeState,
+    swapped: DecodeState,
     pages: jax.Array | None = None,
 ) -> DecodeState:
-    """Returns the state with M saved rows written to rows[M], numbered within their replica, and,
-    if keys are stored in pages, to pages[M, W, T]. Drops what has a row or page past the end."""
-    return _on_each_replica(role, _write_rows)(state, rows, saved, pages)
+    """Returns the state with M swapped-out rows written to rows[M], numbered within their replica,
+    and, if keys are stored in pages, to pages[M, W, T]. Drops what has a row or page past the
+    end."""
+    return _on_each_replica(role, _write_rows)(state, rows, swapped, pages)
 
 
 def _write_rows(
-    state: DecodeState, rows: jax.Array, saved: DecodeState, pages: jax.Array | None
+    state: DecodeState, rows: jax.Array, swapped: DecodeState, pages: jax.Array | None
 ) -> DecodeState:
-    """Returns one replica's state with M saved rows written to rows[M]: `restore_rows` for a
+    """Returns one replica's state with M swapped-out rows written to rows[M]: `swap_in_rows` for a
     replica. pages[M, W, T]: the pages to write to; None if keys are not stored in pages. Drops what
     has a row or page past the end."""
     caches = []
-    for cache, saved_cache in zip(state.caches, saved.caches, strict=True):
-        caches.append(cache.write_rows(saved_cache, rows, pages))
+    for cache, swapped_cache in zip(state.caches, swapped.caches, strict=True):
+        caches.append(cache.write_rows(swapped_cache, rows, pages))
     outside = jax.tree.map(
         lambda x, new: x.at[rows].set(new, mode="drop"),
         replace(state, caches=()),
-        replace(saved, caches=()),
+        replace(swapped, caches=()),
     )
     return replace(outside, caches=tuple(caches))

@@ -1,12 +1,12 @@
 """Engine that samples completions: runs the compiled steps over N rows of W slots.
 
-    submit -> Scheduler -> prefill (prompts enter free rows, each with its first W completions)
-                        -> join    (further completions of a prompt enter free rows, to which the
-                                   prompt's keys are copied)
-                        -> decode  (every slot samples up to CHUNK tokens, ends early when all are
-                                   done)
-                -> save    (rows give way to others, to the host's memory, and come back by
-                           `restore`)
+    submit -> Scheduler -> prefill  (prompts enter free rows, each with its first W completions)
+                        -> join     (further completions of a prompt enter free rows, to which the
+                                    prompt's keys are copied)
+                        -> decode   (every slot samples up to CHUNK tokens, ends early when all are
+                                    done)
+                        -> swap_out (rows are copied to the host's memory to make room for others)
+                        -> swap_in  (and copied back)
     step   <- the tokens of each compiled step, gathered by request until all its completions have
               ended
     extend -> decode  (a completion whose turn has ended goes on after tokens of context: a tool's
@@ -14,8 +14,8 @@
 
 A request is sampled by subgroups: those of its completions that share a row (see the scheduler).
 The host decides what runs next and when a completion ends. It gathers the tokens of one step while
-the next runs, and so does not wait for a step that it has just started; only a restore waits, for
-the saves before it."""
+the next runs, and so does not wait for a step that it has just started; only a swap_in waits, for
+each swap_out before it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from shoal.sampler.programs import (
     recorded_calls,
     run_program,
 )
-from shoal.sampler.row_memory import PagePool, ParkedRows, SubgroupKey
+from shoal.sampler.row_memory import PagePool, SubgroupKey, SwappedRows
 from shoal.sampler.scheduler import (
     PREFILL_TOKENS,
     Admission,
@@ -120,9 +120,9 @@ class Engine:
         `extra["experts"]` and `prompt_experts`; only for a model with experts.
 
         `pages`: pages in the pool of each replica, if keys are stored in pages; 0: enough for all
-        rows at their limits. If pages run out, rows are saved to the host's memory. ValueError if
-        `pages` do not suffice for one row at its limits; ShoalError if model.attention=pallas and
-        decoding's kernel cannot compute the model."""
+        rows at their limits. If pages run out, rows are swapped out to the host's memory.
+        ValueError if `pages` do not suffice for one row at its limits; ShoalError if
+        model.attention=pallas and decoding's kernel cannot compute the model."""
         model = replace(model, longest_sequence=max_prompt_tokens + max_completion_tokens)
         for layer in model.architecture.kinds:
             if layer.mixer == "attention":
@@ -190,8 +190,8 @@ class Engine:
         self.finished: dict[int, list[Completion]] = {}
         # Counts so far. `tokens`: sampled tokens, including those of cancelled completions.
         # `total_slots` and `active_slots`: slots, and slots that sampled a token, summed over the
-        # tokens of decoding. `preempted_rows`: rows that were saved to make room although their
-        # completions went on. Any other name is the metric sampler/NAME of a step.
+        # tokens of decoding. `preempted_rows`: rows that were swapped out to make room although
+        # their completions went on. Any other name is the metric sampler/NAME of a step.
         self.counters = Counter[str]()
         # bool[N, W]: slots in which the next decode samples nothing: unused, ended, or waiting for
         # the next turn.
@@ -204,7 +204,7 @@ class Engine:
         self._state: DecodeState | None = None
         swapped_sizes = self._sizes._replace(rows=self.scheduler.swap_rows, pages=0)
         swapped_shapes = state_shapes(model, swapped_sizes)
-        self.parked = ParkedRows(swapped_shapes)
+        self.swapped = SwappedRows(swapped_shapes)
         # True during a call of a program whose shapes are new: it may compile for minutes.
         self.starting = False
         # (program, prompt length) that were called before, so that they are compiled
@@ -278,9 +278,9 @@ class Engine:
     def extend(self, id: int, index: int, context: Sequence[int], turn_limit: int = 0) -> None:
         """Continues a completion whose turn has ended, after tokens of context, with a turn of at
         most `turn_limit` tokens (0: no limit). `index`: the completion's index within its group,
-        which must be one of this request's: that is not checked. If its row was saved to the host's
-        memory, the row is queued to return. ValueError if the completion does not wait, or if the
-        context and one more token do not fit; KeyError if no request `id` is in progress."""
+        which must be one of this request's: that is not checked. If its row was swapped out to the
+        host's memory, the row is queued to return. ValueError if the completion does not wait, or
+        if the context and one more token do not fit; KeyError if no request `id` is in progress."""
         partial, subgroup, row, slot = self._locate(id, index)
         partial.extend(context, turn_limit, self.has_states)
         if row is not None:
@@ -340,9 +340,9 @@ class Engine:
 
     def _locate(self, id: int, index: int) -> tuple[PartialCompletion, int, int | None, int]:
         """Returns a completion of a request, the number of its subgroup, the subgroup's row (None
-        if it has none, because it was saved to the host's memory), and the completion's slot in the
-        row. `index`: the completion's index within the group. KeyError if no request `id` is in
-        progress. `index` must be one of the request's: that is not checked."""
+        if it has none, because it was swapped out to the host's memory), and the completion's slot
+        in the row. `index`: the completion's index within the group. KeyError if no request `id` is
+        in progress. `index` must be one of the request's: that is not checked."""
         active = self.requests[id]
         number = index - active.request.first
         partial = active.partials[number]
@@ -350,7 +350,7 @@ class Engine:
         for row, owner in self.scheduler.running.items():
             if owner == (id, subgroup):
                 return partial, subgroup, row, slot
-        # saved to the host's memory
+        # swapped out to the host's memory
         return partial, subgroup, None, slot
 
     @property
@@ -378,7 +378,7 @@ class Engine:
             if owner_id == id:
                 self._inactive[row] = True
         self.scheduler.cancel(id)
-        self.parked.forget(id)
+        self.swapped.forget(id)
         self._finish(self.requests[id])
 
     # -- for the checks before a run
@@ -424,24 +424,24 @@ class Engine:
     def dispatch_next(self) -> bool:
         """Starts the next compiled step without waiting for it: a step that fills rows, else a
         decode. Returns True if it started one; False if none can start now, or if MAX_IN_FLIGHT
-        steps are in flight. If rows are lacking, first saves rows whose completions all wait for
-        tools to the host's memory."""
+        steps are in flight. If rows are lacking, first swaps out rows whose completions all wait
+        for tools."""
         if len(self.in_flight) >= MAX_IN_FLIGHT:
             return False
-        # Rows are lacking: save rows whose completions wait for tools, until enough are free or no
-        # such row is left.
+        # Rows are lacking: swap out rows whose completions wait for tools, until enough are free or
+        # no such row is left.
         num_lacking = self.scheduler.num_lacking_rows
         while num_lacking > 0:
             idle_rows = np.flatnonzero(self._inactive.all(1)).tolist()
             waiting_rows = [row for row in idle_rows if row in self.scheduler.running]
             # False if there is no such row
-            if not self._park(waiting_rows[:num_lacking]):
+            if not self._swap_out(waiting_rows[:num_lacking]):
                 break
             num_lacking = self.scheduler.num_lacking_rows
-        # Saved subgroups whose tokens have not all been gathered cannot return yet.
+        # Swapped-out subgroups whose tokens have not all been gathered cannot return yet.
         busy: set[SubgroupKey] = set()
-        # Without pages none is busy: then a row is saved only if all its completions wait, and so
-        # after all its tokens were gathered.
+        # Without pages none is busy: then a row is swapped out only if all its completions wait,
+        # and so after all its tokens were gathered.
         if self.pool:
             for step in self._ungathered:
                 busy.update((owner.active.request.id, owner.subgroup) for owner in step.owners)
@@ -486,11 +486,11 @@ class Engine:
                     return True
         return False
 
-    def _park(self, rows: Sequence[int]) -> bool:
+    def _swap_out(self, rows: Sequence[int]) -> bool:
         """Starts the compiled step that copies rows (their keys, values and slots) to the host's
-        memory, and frees the rows for others. One step saves at most `swap_rows` rows, of each
-        replica an equal share: the first of `rows`; the others stay. Returns True if it saves at
-        least one row; False if `rows` is empty. All `rows` must be running.
+        memory, and frees the rows for others. One step copies at most `swap_rows` rows, an equal
+        share of each replica: if `rows` has more, the first ones go and the others stay. Returns
+        True if at least one row goes; False if `rows` is empty. All `rows` must be running.
 
         A row whose completions still sample is queued to return by itself, before those that were
         queued earlier. One whose completions all wait is queued when one of them is extended."""
@@ -512,7 +512,7 @@ class Engine:
                 table[position] = self.pool.table[row]
             if not self._inactive[row].all():
                 self.counters["preempted_rows"] += 1
-                # A row that is saved later entered earlier, so it returns first.
+                # A row that is swapped out later entered earlier, so it returns first.
                 returning = {(id, subgroup): self._pages_to_return(id, subgroup, row)}
                 returning.update(self.scheduler.returning)
                 self.scheduler.returning = returning
@@ -520,9 +520,9 @@ class Engine:
             self.scheduler.release(row)
         if not positions:
             return False
-        with self._may_compile("save"):
-            saved = self.programs["save"](self._state, row_numbers, table)
-        self.parked.add(positions, saved)
+        with self._may_compile("swap_out"):
+            swapped = self.programs["swap_out"](self._state, row_numbers, table)
+        self.swapped.add(positions, swapped)
         return True
 
     def _empty_page_table(self, rows: int) -> np.ndarray | None:
@@ -550,18 +550,18 @@ class Engine:
         return wanted
 
     def _pages_to_return(self, id: int, subgroup: int, row: int | None = None) -> int:
-        """Returns how many pages must be spare before a subgroup that is saved returns to a row; 0
-        if keys are not stored in pages. `row`: as in `_pages_needed`."""
+        """Returns how many pages must be spare before a subgroup that is swapped out returns to a
+        row; 0 if keys are not stored in pages. `row`: as in `_pages_needed`."""
         if self.pool is None:
             return 0
         return self.pool.pages_to_enter(self._pages_needed(id, subgroup, row))
 
     def _give_pages(self, pool: PagePool) -> None:
         """Gives every slot pages for the keys of the next decode. Whenever a row's replica has too
-        few, saves one of the replica's rows to the host's memory: the last to enter whose
-        completions all wait, or else the last to enter, so that the first row always continues."""
+        few, swaps out one of the replica's rows: the last to enter whose completions all wait, or
+        else the last to enter, so that the first row always continues."""
         for row, (id, subgroup) in list(self.scheduler.running.items()):
-            # ends without pages if the row itself had to be saved
+            # ends without pages if the row itself had to be swapped out
             while row in self.scheduler.running:
                 if pool.give(row, self._pages_needed(id, subgroup, row)):
                     break
@@ -572,13 +572,13 @@ class Engine:
                 waiting_rows = [other for other in rows if self._inactive[other].all()]
                 candidates = waiting_rows or rows
                 # `running` is in the order in which the rows entered
-                self._park(candidates[-1:])
+                self._swap_out(candidates[-1:])
 
-    def _start_restore(self, admission: Admission) -> None:
-        """Starts the step that copies saved subgroups back to rows of the device, gives the rows
-        pages, and marks the slots that have something to sample. First waits for steps in flight
-        that save rows, because their rows may be among these."""
-        self.parked.copy_to_host(self.requests, wait=True)
+    def _start_swap_in(self, admission: Admission) -> None:
+        """Starts the step that copies swapped-out subgroups back to rows of the device, gives the
+        rows pages, and marks the slots that have something to sample. First waits for steps in
+        flight that swap rows out, because their rows may be among these."""
+        self.swapped.copy_to_host(self.requests, wait=True)
         swap_rows = self.scheduler.swap_rows
         # a row past the end, for which nothing is written
         rows = np.full(swap_rows, OUT_OF_RANGE_ROW, np.int32)
@@ -594,15 +594,15 @@ class Engine:
                 # a completion with a reason has ended, or waits for its next turn
                 self._inactive[row, slot] = partial.reason is not None
             positions.append(((id, subgroup), position))
-        saved = self.parked.take(positions)
-        with self._may_compile("restore"):
-            self._state = self.programs["restore"](self._state, rows, saved, table)
+        swapped = self.swapped.take(positions)
+        with self._may_compile("swap_in"):
+            self._state = self.programs["swap_in"](self._state, rows, swapped, table)
 
     def _start_admission(self, admission: Admission) -> None:
-        """Starts the step that the scheduler has chosen: a prefill, a join or a restore. Gives the
+        """Starts the step that the scheduler has chosen: a prefill, a join or a swap in. Gives the
         rows pages, and marks the slots that the requests use. The rows count as running already."""
-        if admission.is_restore:
-            self._start_restore(admission)
+        if admission.is_swap_in:
+            self._start_swap_in(admission)
             return
         arrays = self._empty_batch(admission.bucket)
         new_rows = arrays["new_rows"]
@@ -693,9 +693,8 @@ class Engine:
         return empty_feed(FEED_ROWS * self.scheduler.replicas, pages_per_slot)
 
     def _start_decode(self) -> None:
-        """Starts a decode of all running rows, after giving them pages, which may save some of them
-        to the host's memory, and feeding long contexts. Slots that wait or are over sample
-        nothing."""
+        """Starts a decode of all running rows, after giving them pages, which may swap some of them
+        out, and feeding long contexts. Slots that wait or are over sample nothing."""
         if self.pool:
             self._give_pages(self.pool)
         owners = []
@@ -812,8 +811,8 @@ class Engine:
         if not any(owner.active.request.is_read_first for owner in step.owners):
             self._start_all()
         on_host = jax.device_get(step.sampled)
-        # without waiting: only rows whose saving step has ended
-        self.parked.copy_to_host(self.requests)
+        # without waiting: only rows whose swap-out step has ended
+        self.swapped.copy_to_host(self.requests)
         if step.live is not None:
             self._count_slots(on_host.count)
         for fed in step.fed:
@@ -866,8 +865,8 @@ class Engine:
 
         Called twice for a step of requests with a single turn: with what the device says, which
         frees the row, and once the tokens were gathered, which finishes the request. The subgroup
-        then has no row: the first call has freed it, or it was saved to the host's memory. If it
-        was saved and all its completions have ended, it is kept from returning."""
+        then has no row: the first call has freed it, or it was swapped out. If it was swapped out
+        and all its completions have ended, it is kept from returning."""
         _, row, subgroup, active = owner
         if active.is_forgotten:
             return
@@ -908,7 +907,7 @@ class Engine:
         """Forgets a request whose completions are all over. The next `step` returns them, unless
         it returned them turn by turn."""
         self.scheduler.finish(active.request.id)
-        self.parked.forget(active.request.id)
+        self.swapped.forget(active.request.id)
         del self.requests[active.request.id]
         active.is_forgotten = True
         if not active.request.has_turns:

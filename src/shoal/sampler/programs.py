@@ -45,9 +45,9 @@ from shoal.sampler.decode_state import (
     DecodeState,
     StateSizes,
     idle_state,
-    restore_rows,
-    save_rows,
     state_shapes,
+    swap_in_rows,
+    swap_out_rows,
 )
 from shoal.sampler.sample_tokens import (
     BLOCK,
@@ -187,9 +187,9 @@ def make_programs(
     records_experts: bool = False,
 ) -> dict[str, Program]:
     """Returns the programs of an engine by name, each compiled at its first call: "make_state",
-    "prefill", "join", "decode", "feed", "save", "restore". If the model's layers are compiled one
-    by one, "prefill" and "feed" compute one layer, "embed" and "embed context" what comes before
-    the layers, and "begin" what comes after them: `run_program` calls them in turn.
+    "prefill", "join", "decode", "feed", "swap_out", "swap_in". If the model's layers are compiled
+    one by one, "prefill" and "feed" compute one layer, "embed" and "embed context" what comes
+    before the layers, and "begin" what comes after them: `run_program` calls them in turn.
 
     `eos_ids`: tokens that end a completion. `truncated`, `max_support`, `records_experts`: see
     `TokenChoice`. Prompts longer than `piece` tokens are computed in pieces of that many (see
@@ -201,8 +201,8 @@ def make_programs(
     assert CHUNK * MAX_IN_FLIGHT <= RING_SLACK, "rings would lose keys that windows still read"
     get_sharding = attrgetter("sharding")
     layout = jax.tree.map(get_sharding, state_shapes(model, sizes))
-    # Saved rows bring their keys along, so they have no pool of pages.
-    saved = jax.tree.map(get_sharding, state_shapes(model, sizes._replace(pages=0)))
+    # Swapped-out rows bring their keys along, so they have no pool of pages.
+    swapped = jax.tree.map(get_sharding, state_shapes(model, sizes._replace(pages=0)))
     choice = TokenChoice(eos_ids, truncated, max_support, records_experts)
     role = model.role.with_options(SAMPLER_OPTIONS)
     decoding = model.role.with_options(CHUNKED_OPTIONS) if model.ffn_chunks > 1 else role
@@ -212,8 +212,8 @@ def make_programs(
         "make_state": model.role.jit(make_state, out_shardings=layout),
         "join": compiler.sampling_step("join", _join),
         "decode": replace(compiler, role=decoding).sampling_step("decode", _decode),
-        "save": role.jit(partial(save_rows, role), out_shardings=saved),
-        "restore": role.jit(partial(restore_rows, role), donate_argnums=0, out_shardings=layout),
+        "swap_out": role.jit(partial(swap_out_rows, role), out_shardings=swapped),
+        "swap_in": role.jit(partial(swap_in_rows, role), donate_argnums=0, out_shardings=layout),
     }
     # 0 unless the layers are compiled one by one
     if model.ffn_chunks:

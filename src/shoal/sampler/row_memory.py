@@ -1,5 +1,5 @@
 """Memory of the engine's rows: which pages of a pool hold the keys of which completions, and the
-rows that were saved to the host's memory."""
+rows that were swapped out to the host's memory."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class PagePool:
     def pages_to_enter(self, wanted: np.ndarray) -> int:
         """Returns how many pages must be free before a row that needs wanted[W] pages enters: for
         each slot one page more than it needs now, unless it is at its limit. Otherwise some row
-        would soon have to be saved to make room for this one, and return, and be saved again."""
+        would soon have to be swapped out to make room for this one, and return, and be swapped out
+        again."""
         most = self.table.shape[2]
         pages = np.where(wanted > 0, np.minimum(wanted + 1, most), 0)
         return int(pages.sum())
@@ -106,70 +107,72 @@ SubgroupKey = tuple[int, int]
 
 
 @dataclass
-class ParkedRows:
-    """Rows that were saved to the host's memory, by subgroup: all that the device held of them, but
-    only as many keys as they have. A row is kept until it is taken or its request is forgotten. The
-    engine owns it.
+class SwappedRows:
+    """Rows that were swapped out to the host's memory, by subgroup: all that the device held of
+    them, but only as many keys as they have. A row is kept until it is taken or its request is
+    forgotten. The engine owns it.
 
-    `shapes`: shapes of the rows that one program saves or restores."""
+    `shapes`: shapes of the rows that one program swaps out or in."""
 
     shapes: DecodeState
-    # saved rows, as NumPy arrays without the dimension of rows
-    _saved: dict[SubgroupKey, DecodeState] = field(default_factory=dict)
+    # rows in the host's memory, as NumPy arrays without the dimension of rows
+    _on_host: dict[SubgroupKey, DecodeState] = field(default_factory=dict)
     _arriving: deque[tuple[dict[SubgroupKey, int], DecodeState]] = field(default_factory=deque)
 
-    def add(self, positions: dict[SubgroupKey, int], saved: DecodeState) -> None:
-        """Notes which subgroups a step saves, and at which positions of the arrays in `saved`, the
-        step's result on the device; `copy_to_host` copies them once the step has ended."""
-        self._arriving.append((positions, saved))
+    def add(self, positions: dict[SubgroupKey, int], swapped: DecodeState) -> None:
+        """Notes which subgroups a step swaps out, and at which positions of the arrays in
+        `swapped`, the step's result on the device; `copy_to_host` copies them once the step has
+        ended."""
+        self._arriving.append((positions, swapped))
 
     def copy_to_host(self, ids: Collection[int], wait: bool = False) -> None:
-        """Copies the rows of those saving steps that have ended to the host's memory; with `wait`,
-        waits until all have. `ids`: the requests in progress; rows of others, which were cancelled
-        meanwhile, are dropped. Steps are taken in the order in which they were added."""
+        """Copies the rows of those swap-out steps that have ended to the host's memory; with
+        `wait`, waits until all have. `ids`: the requests in progress; rows of others, which were
+        cancelled meanwhile, are dropped. Steps are taken in the order in which they were added."""
         while self._arriving:
-            positions, saved = self._arriving[0]
+            positions, swapped = self._arriving[0]
             # All arrays of a step become ready together, and later steps end later.
-            if not wait and not jax.tree.leaves(saved)[0].is_ready():
+            if not wait and not jax.tree.leaves(swapped)[0].is_ready():
                 break
             self._arriving.popleft()
-            rows = jax.device_get(saved)
+            rows = jax.device_get(swapped)
             for key, position in positions.items():
                 if key[0] in ids:
                     row = jax.tree.map(operator.itemgetter(position), rows)
-                    self._saved[key] = self._without_unused_keys(row)
+                    self._on_host[key] = self._without_unused_keys(row)
 
     def _without_unused_keys(self, row: DecodeState) -> DecodeState:
-        """Returns a copy of a saved row, cut after the last key of its prompt and after the last
-        key of its longest completion. The positions behind hold no key and are most of the row."""
+        """Returns a copy of a swapped-out row, cut after the last key of its prompt and after the
+        last key of its longest completion. The positions behind hold no key and are most of the
+        row."""
         num_prompt = int(np.max(row.prefix_len))
         num_own = int(np.max(row.length))
         caches = [cache.used_part(num_prompt, num_own) for cache in row.caches]
         return jax.tree.map(np.copy, replace(row, caches=tuple(caches)))
 
     def take(self, positions: Sequence[tuple[SubgroupKey, int]]) -> DecodeState:
-        """Returns saved rows as arrays on the device, for the program that restores them, and
+        """Returns swapped-out rows as arrays on the device, for the program that swaps them in, and
         forgets them on the host. `positions`: pairs of a subgroup and its position in these arrays,
-        which have the form of `shapes`; all that no saved row fills is 0. KeyError if a subgroup is
-        not saved, or not brought in yet."""
+        which have the form of `shapes`; all that no row fills is 0. KeyError if a subgroup is not
+        swapped out, or its copy to the host has not ended."""
 
         def zeros(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
             return np.zeros(leaf.shape, leaf.dtype)
 
         rows = jax.tree.map(zeros, self.shapes)
         for key, position in positions:
-            saved = jax.tree.leaves(self._saved.pop(key))
-            for leaf, saved_leaf in zip(jax.tree.leaves(rows), saved, strict=True):
+            swapped = jax.tree.leaves(self._on_host.pop(key))
+            for leaf, swapped_leaf in zip(jax.tree.leaves(rows), swapped, strict=True):
                 row = leaf[position, ...]  # a view, also if a row has a single number
-                # the saved array is shorter where it was cut: fill the beginning of each axis
-                used = tuple(slice(size) for size in saved_leaf.shape)
-                row[used] = saved_leaf
+                # the array on the host is shorter where it was cut: fill the beginning of each axis
+                used = tuple(slice(size) for size in swapped_leaf.shape)
+                row[used] = swapped_leaf
         shardings = jax.tree.map(operator.attrgetter("sharding"), self.shapes)
         return jax.device_put(rows, shardings)
 
     def forget(self, id: int) -> None:
-        """Drops all saved rows of a request. Rows that have not arrived yet are dropped later, by
-        `copy_to_host`. Does nothing if there are none."""
-        keys = [key for key in self._saved if key[0] == id]
+        """Drops all swapped-out rows of a request. Rows that have not arrived yet are dropped
+        later, by `copy_to_host`. Does nothing if there are none."""
+        keys = [key for key in self._on_host if key[0] == id]
         for key in keys:
-            del self._saved[key]
+            del self._on_host[key]

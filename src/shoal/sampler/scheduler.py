@@ -36,15 +36,15 @@ class AdmittedSubgroup(NamedTuple):
 class Admission:
     """One compiled step that fills rows. Either a prefill of prompts that fit `bucket` tokens, each
     with its first subgroup; or a join (bucket 0): further subgroups of requests whose prompts are
-    in other rows; or a restore (bucket 0 and `is_restore`): subgroups that were saved to the host's
-    memory and return.
+    in other rows; or a swap in (bucket 0 and `is_swap_in`): subgroups that were swapped out to the
+    host's memory and return.
 
     The scheduler makes it and counts its rows as running already; the engine then starts the
     step."""
 
     bucket: int
     entries: tuple[AdmittedSubgroup, ...]
-    is_restore: bool = False
+    is_swap_in: bool = False
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Scheduler:
     prefill_tokens: int = 1 << 62
     whole: int = 1 << 62
     longest: int = 0
-    # number of rows that are saved to the host's memory, or restored, in one step
+    # number of rows that one step swaps out or in
     swap_rows: int = 1
     # pool from which rows get their pages; None if keys are not stored in pages
     pool: PagePool | None = None
@@ -98,8 +98,8 @@ class Scheduler:
     # requests whose first subgroup has a row, while others wait for one, by id, in the order of
     # their prefills
     entering: dict[int, Entering] = field(default_factory=dict)
-    # saved subgroups that have tokens to sample -> number of pages that must be spare before they
-    # return; they return in this order
+    # swapped-out subgroups that have tokens to sample -> number of pages that must be spare before
+    # they return; they return in this order
     returning: dict[SubgroupKey, int] = field(default_factory=dict)
     running: dict[int, SubgroupKey] = field(default_factory=dict)  # row -> what it holds
     free: list[int] = field(default_factory=list)
@@ -132,11 +132,11 @@ class Scheduler:
         return bucket if bucket <= self.whole else self.longest
 
     def admit(self, busy: Collection[SubgroupKey] = ()) -> Admission | None:
-        """Returns the next step that fills rows, or None if decoding should continue: saved
+        """Returns the next step that fills rows, or None if decoding should continue: swapped-out
         subgroups return first, then further subgroups join, then new prompts enter. The subgroups
         of the step leave the queue, and their rows count as running from now on: the caller must
-        start it. Saved subgroups in `busy` cannot return yet, because their tokens are still to be
-        gathered. While one waits to return and rows are free, nothing new enters."""
+        start it. Swapped-out subgroups in `busy` cannot return yet, because their tokens are still
+        to be gathered. While one waits to return and rows are free, nothing new enters."""
         back = self._admit_returning(busy)
         if back is not None:
             return back
@@ -147,7 +147,7 @@ class Scheduler:
 
     @property
     def num_lacking_rows(self) -> int:
-        """How many more free rows (with pages) would be filled at once, by saved subgroups,
+        """How many more free rows (with pages) would be filled at once, by swapped-out subgroups,
         joining ones or prompts; 0 or less if no row is lacking. At most `num_rows` rows count as
         wanted."""
         wanted = len(self.returning)
@@ -160,8 +160,8 @@ class Scheduler:
         return min(wanted, self.num_rows) - len(self._fillable_rows(self.num_rows, pages))
 
     def _admit_returning(self, busy: Collection[SubgroupKey]) -> Admission | None:
-        """Returns the step that restores saved subgroups to free rows, in the order of `returning`
-        up to the first that is in `busy`, and counts them as running; None if none is saved, the
+        """Returns the step that swaps subgroups in to free rows, in the order of `returning` up to
+        the first that is in `busy`, and counts them as running; None if none is swapped out, the
         first is in `busy`, or no free row has pages for it."""
         take_position = self._position_and_page_taker(self.swap_rows)
         entries = []
@@ -180,7 +180,7 @@ class Scheduler:
             self._enter(id, subgroup, row)
         if not entries:
             return None
-        return Admission(0, tuple(entries), is_restore=True)
+        return Admission(0, tuple(entries), is_swap_in=True)
 
     def _admit_joining(self) -> Admission | None:
         """Returns the step that fills free rows with further subgroups of requests whose prompts
@@ -323,9 +323,9 @@ class Scheduler:
         self.running[row] = id, subgroup
 
     def release(self, row: int) -> None:
-        """Frees row `row`, which must be running, once its completions have ended or were saved to
-        the host's memory; also frees its pages. If further subgroups of the request have yet to
-        copy the prompt's keys from the row, it is reserved for the next of them."""
+        """Frees row `row`, which must be running, once its completions have ended or were swapped
+        out to the host's memory; also frees its pages. If further subgroups of the request have yet
+        to copy the prompt's keys from the row, it is reserved for the next of them."""
         id, _ = self.running.pop(row)
         if self.pool:
             self.pool.take_back(row)

@@ -11,11 +11,12 @@ slot.
 Each is a tree of arrays over N rows of W slots, with the methods of `Cache`. `empty` decides which
 one a layer has. The steps of sampling use them so:
 
-    prefill          `write_prompts`
-    join             `copy_prompts`
-    feed             `read_completions`; the layer appends the context; `write_completions`
-    decode           the layer reads and writes it (`SlotAttention`, `SlotRecurrence`)
-    save, restore    `read_rows`, `write_rows`
+    prefill     `write_prompts`
+    join        `copy_prompts`
+    feed        `read_completions`; the layer appends the context; `write_completions`
+    decode      the layer reads and writes it (`SlotAttention`, `SlotRecurrence`)
+    swap_out    `read_rows`
+    swap_in     `write_rows`
 """
 
 from __future__ import annotations
@@ -174,14 +175,14 @@ class Cache(ABC):
         not stored in pages."""
         return jax.tree.map(lambda array: entries_at(array, rows), self)
 
-    def write_rows(self, saved: Any, rows: jax.Array, pages: jax.Array | None) -> Self:
+    def write_rows(self, swapped: Any, rows: jax.Array, pages: jax.Array | None) -> Self:
         """Writes the M rows that `read_rows` returned to rows[M], and to pages[M, W, T]. A page
         past the end is dropped, too."""
-        return jax.tree.map(partial(_put, (rows,)), self, saved)
+        return jax.tree.map(partial(_put, (rows,)), self, swapped)
 
     def used_part(self, num_prompt: int, num_own: int) -> Self:
-        """Returns the part of one saved row, whose NumPy arrays have no dimension of rows, that a
-        prompt of `num_prompt` tokens and completions of up to `num_own` have filled."""
+        """Returns the part of one swapped-out row, whose NumPy arrays have no dimension of rows,
+        that a prompt of `num_prompt` tokens and completions of up to `num_own` have filled."""
         return self
 
 
@@ -410,7 +411,7 @@ class SlotKeys(TokenKeys):
         return replace(self, own_k=_put(index, self.own_k, k), own_v=_put(index, self.own_v, v))
 
     def _first_keys(self, num_prompt: int, num_own: int) -> Self:
-        """Returns the first keys of a saved row."""
+        """Returns the first keys of a swapped-out row."""
         return replace(
             self,
             prefix_k=self.prefix_k[:, :num_prompt],
@@ -671,7 +672,7 @@ class PagedCache(Cache):
     completions are in pages of a pool that all slots share. A page table int32[N, W, T] on the host
     says which pages are whose (vLLM calls it the block table).
 
-    Of saved rows, which have no pool, `own_kv` is [N, W, T, K, PAGE, 2 A]."""
+    Of swapped-out rows, which have no pool, `own_kv` is [N, W, T, K, PAGE, 2 A]."""
 
     prefix_kv: Any  # [N, K, Tp, 2 A]
     own_kv: Any  # [P, K, PAGE, 2 A]: P pages
@@ -735,11 +736,11 @@ class PagedCache(Cache):
         prefix_kv = entries_at(self.prefix_kv, rows)
         return replace(self, prefix_kv=prefix_kv, own_kv=self._read_pages(pages))
 
-    def write_rows(self, saved: Any, rows: jax.Array, pages: jax.Array | None) -> Self:
+    def write_rows(self, swapped: Any, rows: jax.Array, pages: jax.Array | None) -> Self:
         return replace(
             self,
-            prefix_kv=_put((rows,), self.prefix_kv, saved.prefix_kv),
-            own_kv=_put(pages, self.own_kv, saved.own_kv),
+            prefix_kv=_put((rows,), self.prefix_kv, swapped.prefix_kv),
+            own_kv=_put(pages, self.own_kv, swapped.own_kv),
         )
 
     def used_part(self, num_prompt: int, num_own: int) -> Self:
@@ -792,7 +793,7 @@ def empty(
     """Returns one cache of zeros for each layer, in the type of the computation, for `rows` rows of
     `siblings` slots. `prefix` and `own` are how many keys of a prompt and of a slot it holds, over
     all parts of a head. If a kind of layer decodes by pages (`by_pages`), all slots share a pool of
-    `pages` pages; with `pages` 0 each slot has pages of its own, as saved rows have."""
+    `pages` pages; with `pages` 0 each slot has pages of its own, as swapped-out rows have."""
     # The dimensions in front of a page: of one pool, or of each slot's own pages.
     pool = (pages,) if pages else (rows, siblings, own // PAGE)
     caches: list[Cache] = []

@@ -133,7 +133,7 @@ class Reader:
         from shoal.records import NoiseKey, SamplingParams
         from shoal.rollout.host import EngineHost
         from shoal.sampler.engine import Engine
-        from shoal.sampler.programs import CHUNK
+        from shoal.sampler.programs import DECODE_CHUNK
 
         self.held, seconds, tokens = None, [], 0
         engine = Engine(
@@ -164,7 +164,7 @@ class Reader:
         assert engine.version == 1, "the next version was not loaded"
         usual = statistics.median(seconds[2:BEFORE])
         tokens = engine.counters["tokens"] - tokens
-        return usual, sum(seconds[BEFORE:]) - usual * tokens / (4 * CHUNK)
+        return usual, sum(seconds[BEFORE:]) - usual * tokens / (4 * DECODE_CHUNK)
 
 
 def serve(layers: int, link: Any) -> None:

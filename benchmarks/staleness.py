@@ -104,7 +104,7 @@ def train_slowly(words: Sequence[str]) -> None:
     tokens, until the next version is published or the trainer waits for its groups."""
     from shoal.sampler import programs
 
-    programs.CHUNK = CHUNK
+    programs.DECODE_CHUNK = CHUNK
     from shoal.rollout.fleet import Fleet
     from shoal.rollout.host import EngineHost
 

@@ -284,7 +284,7 @@ def measure_decoding(name: str, repeats: int, dtype: str) -> dict[str, float]:
     import jax.numpy as jnp
 
     from shoal.sampler.decode_state import StateSizes
-    from shoal.sampler.programs import CHUNK, make_programs, no_turn_starts, run_program
+    from shoal.sampler.programs import DECODE_CHUNK, make_programs, no_turn_starts, run_program
     from shoal.weights.sampler_copy import publish_to
 
     trial = Trial(SHAPES[name], dtype)
@@ -292,12 +292,12 @@ def measure_decoding(name: str, repeats: int, dtype: str) -> dict[str, float]:
     model = trial.model.on(trial.roles.sampler)
     weights = publish_to(model, trial.parameters)
     slots = (shape.prompts, shape.siblings)
-    sizes = StateSizes(*slots, shape.prompt, shape.completion + CHUNK)
+    sizes = StateSizes(*slots, shape.prompt, shape.completion + DECODE_CHUNK)
     programs = make_programs(model, sizes, (), False, 0, shape.prompt)
     state = programs["make_state"]()
     arrays = {
         "stopped": jnp.zeros(slots, bool),
-        "enough": jnp.array([[shape.prompts, shape.prompts * shape.siblings]], jnp.int32),
+        "interrupt_after": jnp.array([[shape.prompts, shape.prompts * shape.siblings]], jnp.int32),
         "turns": no_turn_starts(*slots),
     }
     times = []
@@ -307,16 +307,16 @@ def measure_decoding(name: str, repeats: int, dtype: str) -> dict[str, float]:
             state,
             prefix_len=jnp.full(shape.prompts, shape.prompt),
             length=jnp.full(slots, shape.completion),
-            limit=jnp.full(slots, shape.completion + CHUNK),
+            limit=jnp.full(slots, shape.completion + DECODE_CHUNK),
             done=jnp.zeros(slots, bool),
         )
         jax.block_until_ready(state)
         start = time.perf_counter()
         state, sampled = run_program(model, programs, "decode", weights, state, arrays)
         assert sampled is not None
-        assert int(jax.device_get(sampled.count).min()) == CHUNK
-        times.append((time.perf_counter() - start) / CHUNK)
-    return figures(trial, times[0] * CHUNK, times[1:], times[1:], [0.0])
+        assert int(jax.device_get(sampled.count).min()) == DECODE_CHUNK
+        times.append((time.perf_counter() - start) / DECODE_CHUNK)
+    return figures(trial, times[0] * DECODE_CHUNK, times[1:], times[1:], [0.0])
 
 
 def figures(

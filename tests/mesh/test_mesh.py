@@ -502,7 +502,7 @@ def test_with_keys_split_by_position_tokens_are_those_of_one_device(
     """A key/value head is on 2 devices, then on 4. Their parts of the longest prompt and of
     completions are longer than a block, and some hold no key of the shortest; second siblings join;
     in the second case prompts enter in pieces, and weights are given in pieces too."""
-    monkeypatch.setattr(programs, "PIECE", piece)
+    monkeypatch.setattr(programs, "PREFILL_CHUNK", piece)
     monkeypatch.setattr(Model, "ffn_chunks", 2 * (piece < 1024))
     engine = engine_of_long_rows(MeshSection(fsdp=8, sampler_tensor=tensor))
     ours = sampled(engine, (300, 1, 65))
@@ -524,7 +524,7 @@ def test_with_keys_split_by_position_tokens_are_those_of_one_device(
 def test_sinks_and_windows_on_several_devices_give_the_tokens_of_one(tensor, piece, a, monkeypatch):
     """Windows are rings if each device has whole key/value heads (tensor=2), else all keys are
     kept, in parts by position."""
-    monkeypatch.setattr(programs, "PIECE", piece)
+    monkeypatch.setattr(programs, "PREFILL_CHUNK", piece)
     expected = sampled(engine_of_long_rows(MeshSection(), a), (300, 1, 65))
     ours = sampled(engine_of_long_rows(MeshSection(fsdp=8, sampler_tensor=tensor), a), (300, 1, 65))
     assert max(map(len, ours.values())) > 120 and ours.keys() == expected.keys()

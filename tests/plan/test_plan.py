@@ -79,7 +79,7 @@ from shoal.plan.plan import (
     shallow_layers,
 )
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
-from shoal.sampler.programs import CHUNK
+from shoal.sampler.programs import DECODE_CHUNK
 from shoal.trainer.batch import pack
 from shoal.weights.sampler_copy import publish_to
 from shoal.weights.source import planned_architecture
@@ -513,7 +513,7 @@ def test_a_piece_of_a_prompt_reads_what_each_layers_window_reaches():
     job: Any = SimpleNamespace(
         config=SimpleNamespace(sampling=sampling), roles=SimpleNamespace(sampler=model.role)
     )
-    engine: Any = SimpleNamespace(model=model, scheduler=SimpleNamespace(whole=1024))
+    engine: Any = SimpleNamespace(model=model, scheduler=SimpleNamespace(prefill_chunk=1024))
     block = block_size(1024, "cpu")
     num_blocks = 4096 // block
     reached = -(-127 // block)
@@ -1349,7 +1349,7 @@ def test_a_token_of_1_5b_on_an_h200(tmp_path, monkeypatch):
         )
     a, most = planned_architecture(model), {512: 1.76, 4096: 1.22}
     for longest, one, two in zip(configs, costs[::2], costs[1::2], strict=True):
-        tokens = (longest - 1) / -(-(longest - 1) // CHUNK)  # of a dispatch
+        tokens = (longest - 1) / -(-(longest - 1) // DECODE_CHUNK)  # of a dispatch
         token = extrapolate(one, two, a.num_layers)
         keys = 2 * a.num_layers * a.num_kv_heads * a.head_dim * 32 * (256 + 8 * longest / 2)
         floor = 2 * (parameter_count(a) + keys) / ACCELERATORS["h200"].hbm

@@ -33,7 +33,7 @@ from shoal.model.parameters import param_specs
 from shoal.model.transformer import Model
 from shoal.plan.hlo import COLLECTIVES, Instruction, Module
 from shoal.sampler.engine import Engine
-from shoal.sampler.programs import CHUNK
+from shoal.sampler.programs import DECODE_CHUNK
 
 pytestmark = pytest.mark.system
 
@@ -148,13 +148,13 @@ def share_of_floor(found: dict[int, Module], a: Architecture, name: str, chips: 
     chip = ACCELERATORS[name]
     held, live = (SLOTS // GROUP_SIZE * 256 + SLOTS * own for own in (512, 256))
     (few, first), (more, second) = (
-        (layers, sum(hlo.costs([CHUNK], chip.hbm / chip.clock, live / held).cycles.values()))
+        (layers, sum(hlo.costs([DECODE_CHUNK], chip.hbm / chip.clock, live / held).cycles.values()))
         for layers, hlo in found.items()
     )
     cycles = second + (second - first) / (more - few) * (a.num_layers - more)
     keys = live * 2 * a.num_layers * a.num_kv_heads * a.head_dim
     weights = sum(math.prod(spec.shape) for spec in jax.tree.leaves(param_specs(a)))
-    return cycles / CHUNK / chip.clock / (2 * (weights + keys) / chips / chip.hbm)
+    return cycles / DECODE_CHUNK / chip.clock / (2 * (weights + keys) / chips / chip.hbm)
 
 
 def test_a_token_of_70b_on_8_tpus_takes_at_most_1_4_times_as_long_as_reading_what_it_must(on_tpu):

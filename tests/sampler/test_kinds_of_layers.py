@@ -23,10 +23,10 @@ from shoal.model.attention.caches import (
     KeyCache,
     NoCache,
     PagedCache,
-    PieceKeys,
+    PrefillChunkKeys,
     RingCache,
 )
-from shoal.model.attention.decode import ContextAttention, PieceAttention
+from shoal.model.attention.decode import ContextAttention, PrefillChunkAttention
 from shoal.model.attention.reference import attend
 from shoal.model.attention.selector import (
     attention_kind,
@@ -167,7 +167,7 @@ def test_layers_with_arrays_of_their_own_are_computed_kind_by_kind(played, monke
 @pytest.mark.slow
 def test_long_prompts_in_pieces_and_completions_beyond_the_rings(monkeypatch):
     """Prompts of several pieces, in whose caches a window's keys are the last ones."""
-    monkeypatch.setattr("shoal.sampler.programs.PIECE", 64)
+    monkeypatch.setattr("shoal.sampler.programs.PREFILL_CHUNK", 64)
     sizes = {0: 200, 1: 30, 2: 129}
     engine = engine_of(max_prompt_tokens=200, max_completion_tokens=300, eos_ids=())
     requests = [request(row, size, count=3, max_tokens=300) for row, size in sizes.items()]
@@ -208,12 +208,12 @@ def test_a_piece_reads_no_block_of_keys_that_its_window_does_not_reach(window, m
     reached = -(-(window - 1) // 16)  # blocks before the one of a query
     for start in (512, 960):
         before = jnp.arange(1024)[:, None, None] < start
-        so_far = PieceKeys(
+        so_far = PrefillChunkKeys(
             jnp.where(before, k, 0).swapaxes(1, 2), jnp.where(before, v, 0).swapaxes(1, 2)
         )
         added.clear()
         piece = slice(start, start + 64)
-        attention = PieceAttention(model, layer, jnp.int32(start), jnp.int32(1024), block=16)
+        attention = PrefillChunkAttention(model, layer, jnp.int32(start), jnp.int32(1024), block=16)
         with jax.disable_jit():
             out, _ = attention(q, k[:, piece], v[:, piece], so_far)
         blocks = [start // 16 + number for number in range(4)]
@@ -301,7 +301,7 @@ OTHERS = {
 def test_other_kinds_of_layers(a, apart, monkeypatch):
     """Prompts in pieces, siblings that join, contexts that are fed, rows that give way."""
     monkeypatch.setattr(Model, "ffn_chunks", apart)
-    monkeypatch.setattr("shoal.sampler.programs.PIECE", 64)
+    monkeypatch.setattr("shoal.sampler.programs.PREFILL_CHUNK", 64)
     monkeypatch.setattr("shoal.sampler.engine.SWAP_SHARE", 2)
     engine = engine_of(a, slots=4)
     done = play(engine, (0, 1, 2))
@@ -342,7 +342,7 @@ def test_a_window_that_no_sequence_exceeds_changes_no_bit():
 
 
 def test_a_ring_has_room_for_what_decodes_in_flight_sample_beyond_a_turns_end(monkeypatch):
-    monkeypatch.setattr(programs, "CHUNK", 1 + RING_SLACK // MAX_IN_FLIGHT)
+    monkeypatch.setattr(programs, "DECODE_CHUNK", 1 + RING_SLACK // MAX_IN_FLIGHT)
     with pytest.raises(AssertionError, match="rings would lose keys that windows still read"):
         make(GEMMA, max_completion_tokens=LIMIT + 1)  # programs that no other test has made
 
@@ -426,7 +426,7 @@ def test_the_experts_of_every_token_are_recorded(apart, monkeypatch):
     """Of prompts in pieces, of siblings that join, of contexts that are fed or appended token by
     token, of turns that the host has cut, of rows that gave way."""
     monkeypatch.setattr(Model, "ffn_chunks", apart)
-    monkeypatch.setattr("shoal.sampler.programs.PIECE", 64)
+    monkeypatch.setattr("shoal.sampler.programs.PREFILL_CHUNK", 64)
     monkeypatch.setattr("shoal.sampler.engine.SWAP_SHARE", 2)
     engine = engine_of(MOE, slots=4, records_experts=True)
     done = play(engine, (0, 1, 2))

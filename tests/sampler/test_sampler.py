@@ -44,7 +44,7 @@ from shoal.records import (
     StopReason,
 )
 from shoal.sampler.engine import Engine, drain
-from shoal.sampler.programs import CHUNK, PIECE, piece_size
+from shoal.sampler.programs import DECODE_CHUNK, PREFILL_CHUNK, prefill_chunk_size
 from shoal.sampler.scheduler import prompt_bucket
 from shoal.trainer.batch import Shape, pack, unpack
 from shoal.trainer.loss import batch_logprobs
@@ -200,9 +200,9 @@ def test_prompts_in_pieces_where_layers_are_apart(in_pieces, monkeypatch):
 
 @pytest.mark.slow
 def test_a_kernel_takes_whole_prompts(monkeypatch):
-    assert piece_size(model(SMALL), 4096) == PIECE
+    assert prefill_chunk_size(model(SMALL), 4096) == PREFILL_CHUNK
     monkeypatch.setattr(Role, "platform", "tpu")
-    assert piece_size(model(SMALL), 4096) == 4096
+    assert prefill_chunk_size(model(SMALL), 4096) == 4096
 
 
 # Tokens are a function of address and weights
@@ -425,7 +425,9 @@ def test_a_completion_ends_with_its_eos_or_is_cut(base):
 
 def test_an_eos_as_the_last_token_allowed_is_an_eos(engine, base):
     key, whole = next(
-        (k, c) for k, c in base.items() if c.stop_reason == StopReason.EOS and len(c) > CHUNK + 3
+        (k, c)
+        for k, c in base.items()
+        if c.stop_reason == StopReason.EOS and len(c) > DECODE_CHUNK + 3
     )
     for room, reason in (
         (0, StopReason.EOS),
@@ -439,12 +441,12 @@ def test_an_eos_as_the_last_token_allowed_is_an_eos(engine, base):
         )
 
 
-@pytest.mark.parametrize("place", [0, 1, 5, CHUNK, CHUNK + 1, 2 * CHUNK + 2])
+@pytest.mark.parametrize("place", [0, 1, 5, DECODE_CHUNK, DECODE_CHUNK + 1, 2 * DECODE_CHUNK + 2])
 def test_a_stop_string_ends_with_the_token_that_completes_it(engine, base, place):
     """At the first token, within a piece of decoding, over the border of two, after it; it spans up
     to three tokens."""
     (row, index), whole = next((k, c) for k, c in base.items() if len(c) > place + 4)
-    size = 1 if place == 0 else 3 if place == CHUNK else 2
+    size = 1 if place == 0 else 3 if place == DECODE_CHUNK else 2
     string = text(whole.token_ids[place : place + size])
     played = play(engine, [request(row, stop=(string, "never")), request((row + 1) % 7, id=70)])
     assert (
@@ -629,11 +631,13 @@ def test_the_next_decode_is_started_before_the_last_is_read_unless_prompts_wait(
 
 
 def test_cancelling_returns_what_was_drawn_and_frees_the_slot(engine, base):
-    row = next(row for row in range(7) if max(len(base[row, i]) for i in range(4)) > 2 * CHUNK)
+    row = next(
+        row for row in range(7) if max(len(base[row, i]) for i in range(4)) > 2 * DECODE_CHUNK
+    )
     others = [other for other in range(7) if other != row]
     engine.submit([request(row), *(request(other) for other in others)])
     found = []
-    while max(len(partial.tokens) for partial in engine.requests[row].partials) < CHUNK:
+    while max(len(partial.tokens) for partial in engine.requests[row].partials) < DECODE_CHUNK:
         engine.dispatch_next()
         found += chain(*engine.step().values())
     running = {id for id, _ in engine.scheduler.running.values()}

@@ -20,7 +20,7 @@ from shoal.model.transformer import Model
 from shoal.protocols import SampleRequest
 from shoal.records import Completion, StopReason
 from shoal.sampler.engine import Engine
-from shoal.sampler.programs import CHUNK
+from shoal.sampler.programs import DECODE_CHUNK
 
 SIZES = (20, 1, 70, 33, 64, 100)  # of the prompts
 MAX_TOKENS = 240
@@ -306,7 +306,7 @@ def test_a_turn_ends_with_a_stop_string(engine, base):
 def own_limit(row: int, index: int, turn: int) -> int:
     """Of a turn: none, within a compiled step, at its border, beyond it, and beyond what is
     left."""
-    return (0, 1, 2, 5, CHUNK, CHUNK + 1, 1000)[(row + 3 * index + 2 * turn) % 7]
+    return (0, 1, 2, 5, DECODE_CHUNK, DECODE_CHUNK + 1, 1000)[(row + 3 * index + 2 * turn) % 7]
 
 
 def with_limits(row: int, count: int = 4, **changes) -> SampleRequest:

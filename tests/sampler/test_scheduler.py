@@ -50,9 +50,9 @@ class Machine(RuleBasedStateMachine):
         joined=st.integers(1, 3),
         replicas=st.integers(1, 3),
         tokens=st.sampled_from([64, 256, 1 << 30]),
-        whole=st.sampled_from([64, 256]),
+        prefill_chunk=st.sampled_from([64, 256]),
     )
-    def start(self, rows, prefilled, joined, replicas, tokens, whole):
+    def start(self, rows, prefilled, joined, replicas, tokens, prefill_chunk):
         self.rows = rows * replicas
         self.scheduler = Scheduler(
             self.rows,
@@ -60,7 +60,7 @@ class Machine(RuleBasedStateMachine):
             min(rows, joined) * replicas,
             replicas,
             tokens,
-            whole,
+            prefill_chunk,
             max(BUCKETS),
         )
         self.waiting: list[tuple[int, int, int]] = []

@@ -50,7 +50,7 @@ class Attention(Protocol):
         | --- | --- | --- |
         | packed rows | None | None |
         | prompts | None | `PromptKeys` |
-        | a piece of prompts | `PieceKeys` | `PieceKeys` |
+        | a chunk of prompts | `PrefillChunkKeys` | `PrefillChunkKeys` |
         | one token in each slot | a `Cache` of keys | the same, with its key |
         | context | `KeyCache`, `RingCache` | `KeyCache`, `ExtendedRing` |
 
@@ -67,7 +67,7 @@ a `State`, in decoding a `StateCache`, in packed rows None."""
 
 class AttentionPass(Protocol):
     """What the tokens of a pass read of each other: those of packed rows in training and scoring,
-    of prompts, of a piece of prompts, a token in each slot, context after a completion
+    of prompts, of a chunk of prompts, a token in each slot, context after a completion
     (`shoal.model.passes`)."""
 
     def attention(self, layer: Layer) -> Attention:

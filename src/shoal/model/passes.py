@@ -2,7 +2,7 @@
 
     PackedRows    rows of prompts and completions: training and scoring
     Prompts       prompts, which leave their keys or last states: prefill
-    Piece         a piece of long prompts, after the pieces before it: chunked prefill
+    PrefillChunk  a chunk of long prompts, after the chunks before it: chunked prefill
     Slots         one token in each slot, after caches: decoding
     Context       tokens of context, such as a tool's answer, after a completion
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from shoal.model.architecture import Layer
 from shoal.model.attention.decode import (
     ContextAttention,
-    PieceAttention,
+    PrefillChunkAttention,
     SlotAttention,
     SlotTokens,
 )
@@ -95,9 +95,9 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of prompts of length[R], in a prefill: `size` tokens of each, from position `start`
-    on. Layers read and leave `PieceKeys` or a `State`."""
+class PrefillChunk:
+    """A chunk of prompts of length[R], in a prefill: `size` tokens of each, from position `start`
+    on. Layers read and leave `PrefillChunkKeys` or a `State`."""
 
     model: Model
     length: jax.Array  # int32[R]
@@ -105,8 +105,8 @@ class Piece:
     size: int
     block: int  # a divisor of `size`: how many queries attention computes at once
 
-    def attention(self, layer: Layer) -> PieceAttention:
-        return PieceAttention(self.model, layer, self.start, self.length.max(), self.block)
+    def attention(self, layer: Layer) -> PrefillChunkAttention:
+        return PrefillChunkAttention(self.model, layer, self.start, self.length.max(), self.block)
 
     def recurrence(self) -> SequenceRecurrence:
         count = jnp.clip(self.length - self.start, 0, self.size)

@@ -134,7 +134,7 @@ class RowRecurrence:
 
 @dataclass(frozen=True)
 class SequenceRecurrence:
-    """The `Recurrence` of R sequences of T tokens, of which count[R] are real: prompts, pieces of
+    """The `Recurrence` of R sequences of T tokens, of which count[R] are real: prompts, chunks of
     prompts, and context after a completion. The cache is the `State` before the first token, None:
     zeros; the new one is that after the last real token."""
 

@@ -67,7 +67,7 @@ from shoal.model.transformer import Model
 from shoal.records import ShoalError
 from shoal.report.console import Console
 from shoal.sampler.engine import Engine
-from shoal.sampler.programs import CHUNK
+from shoal.sampler.programs import DECODE_CHUNK
 from shoal.sampler.scheduler import prompt_bucket
 from shoal.text import count
 from shoal.trainer.batch import LearnerBatch, TeacherStates, TeacherTop, ValueTargets
@@ -257,8 +257,9 @@ class PlannedJob:
         rows_of_a_group = -(-config.batch.group_size // engine.siblings)
         waves = -(-prompts // engine.num_groups)
         decoded = config.sampling.max_completion_tokens - 1  # prefilling samples the first
-        dispatches = max(1, -(-decoded // CHUNK))
-        chunk = min(CHUNK, max(1, decoded / dispatches))  # mean number of tokens of a dispatch
+        dispatches = max(1, -(-decoded // DECODE_CHUNK))
+        # mean number of tokens of a dispatch
+        chunk = min(DECODE_CHUNK, max(1, decoded / dispatches))
         runs = {
             "prefill": -(-prompts // rows),
             "join": prompts * (rows_of_a_group - 1) / scheduler.join_rows,
@@ -361,15 +362,15 @@ class PlannedJob:
         return loops
 
     def _prefill_trips(self, engine: Engine) -> tuple[float, ...]:
-        """Returns how often the two nested loops of prefilling run: (over the pieces of a long
-        prompt, over blocks of keys); empty if the longest prompt is one piece. The second number is
-        a mean over pieces and layers: later pieces read more blocks, up to those of a window."""
-        piece = engine.scheduler.whole
-        pieces = -(-self.config.sampling.max_prompt_tokens // piece)
-        if pieces == 1:
+        """Returns how often the two nested loops of prefilling run: (over the chunks of a long
+        prompt, over blocks of keys); empty if the longest prompt is one chunk. The second number is
+        a mean over chunks and layers: later chunks read more blocks, up to those of a window."""
+        prefill_chunk = engine.scheduler.prefill_chunk
+        num_chunks = -(-self.config.sampling.max_prompt_tokens // prefill_chunk)
+        if num_chunks == 1:
             return ()
-        block = block_size(piece, self.roles.sampler.platform)
-        num_blocks = pieces * piece // block
+        block = block_size(prefill_chunk, self.roles.sampler.platform)
+        num_blocks = num_chunks * prefill_chunk // block
         # Each block of queries reads itself, and the blocks of keys before it that it reaches.
         by_layer = []
         for layer in engine.model.architecture.layers_in_order:
@@ -379,7 +380,7 @@ class PlannedJob:
             most_before = -(-(window - 1) // block) if window else num_blocks
             read = [1 + min(number, most_before) for number in range(num_blocks)]
             by_layer.append(statistics.mean(read))
-        return pieces, statistics.mean(by_layer)
+        return num_chunks, statistics.mean(by_layer)
 
     def _live_bytes(self, engine: Engine, layers: Iterable[int], block: int = 1) -> float:
         """Returns the bytes of keys, values and states of some layers, given by their numbers, that

@@ -3,8 +3,8 @@
     submit -> Scheduler -> prefill  (prompts enter free rows, each with its first W completions)
                         -> join     (further completions of a prompt enter free rows, to which the
                                     prompt's keys are copied)
-                        -> decode   (every slot samples up to CHUNK tokens, ends early when all are
-                                    done)
+                        -> decode   (every slot samples up to DECODE_CHUNK tokens; ends early when
+                                    all are done)
                         -> swap_out (rows are copied to the host's memory to make room for others)
                         -> swap_in  (and copied back)
     step   <- the tokens of each compiled step, gathered by request until all its completions have
@@ -54,7 +54,7 @@ from shoal.sampler.partial import (
     experts_in_row,
 )
 from shoal.sampler.programs import (
-    CHUNK,
+    DECODE_CHUNK,
     FEED,
     FEED_ROWS,
     TURNS_AT_ONCE,
@@ -63,7 +63,7 @@ from shoal.sampler.programs import (
     empty_feed,
     make_programs,
     no_turn_starts,
-    piece_size,
+    prefill_chunk_size,
     recorded_calls,
     run_program,
 )
@@ -146,7 +146,7 @@ class Engine:
         self.eos_ids = tuple(eos_ids)
         self.decode_text = decode
         platform = model.role.platform
-        piece = piece_size(model, prompt_bucket(max_prompt_tokens))
+        prefill_chunk = prefill_chunk_size(model, prompt_bucket(max_prompt_tokens))
         # A batch costs the same however few of its rows are used, and decoding is interrupted to
         # fill one, so batches are neither small nor large.
         prefill_rows = min(self.num_rows, round_up(max(1, self.num_groups // 4), shards))
@@ -176,8 +176,8 @@ class Engine:
             join_rows=join_rows,
             replicas=shards,
             prefill_tokens=PREFILL_TOKENS,
-            whole=piece,
-            longest=round_up(max_prompt_tokens, piece),
+            prefill_chunk=prefill_chunk,
+            longest=round_up(max_prompt_tokens, prefill_chunk),
             swap_rows=swap_rows,
             pool=self.pool,
             row_pages=row_pages,
@@ -215,7 +215,7 @@ class Engine:
             self.eos_ids,
             truncated,
             self.max_support,
-            piece,
+            prefill_chunk,
             records_experts,
         )
         self.programs: dict[str, Any] = dict(programs)
@@ -479,9 +479,9 @@ class Engine:
             return False
         for active in running:
             for partial in active.partials:
-                # At most CHUNK tokens arrive from the decode in flight. A completion whose prefill
-                # is not gathered yet has its first token already.
-                tokens_after_chunk = max(1, len(partial.tokens)) + CHUNK
+                # At most DECODE_CHUNK tokens arrive from the decode in flight. A completion whose
+                # prefill is not gathered yet has its first token already.
+                tokens_after_chunk = max(1, len(partial.tokens)) + DECODE_CHUNK
                 if partial.reason is None and partial.limit > tokens_after_chunk:
                     return True
         return False
@@ -715,7 +715,7 @@ class Engine:
                     turns.last[row, slot] = partial.tokens[-1]
                     partial.begin_decode()
                 # These leave `context` once the step is gathered (`PartialCompletion.add`).
-                next_tokens = partial.context[:CHUNK]
+                next_tokens = partial.context[:DECODE_CHUNK]
                 if next_tokens:
                     turns.num_forced[row, slot] = len(next_tokens)
                     turns.forced[row, slot, : len(next_tokens)] = next_tokens
@@ -727,9 +727,9 @@ class Engine:
 
     def _decode_arrays(self, has_turns: bool = False) -> dict[str, Any]:
         """Returns the arguments of a decode (see `programs._decode`) in which no slot continues
-        after a turn; the caller fills in those that do. The arguments are `stopped`, `enough`,
-        `turns`, and `pages` if keys are stored in pages. `has_turns`: interrupt the
-        decode when one in TURNS_AT_ONCE of the live slots have ended."""
+        after a turn; the caller fills in those that do. The arguments are `stopped`,
+        `interrupt_after`, `turns`, and `pages` if keys are stored in pages. `has_turns`: interrupt
+        the decode when one in TURNS_AT_ONCE of the live slots have ended."""
         replicas = self.scheduler.replicas
         # as many slots as there are: the decode is not interrupted for them
         num_slots = self._inactive.size
@@ -743,7 +743,7 @@ class Engine:
         # have changed it.
         arrays: dict[str, Any] = {
             "stopped": self._inactive.copy(),
-            "enough": np.tile(interrupt_after, (replicas, 1)),
+            "interrupt_after": np.tile(interrupt_after, (replicas, 1)),
             "turns": no_turn_starts(self.num_rows, self.siblings),
         }
         if self.pool:

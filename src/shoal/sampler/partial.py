@@ -13,7 +13,7 @@ import numpy as np
 
 from shoal.protocols import SampleRequest
 from shoal.records import Completion, ShoalError, StopReason
-from shoal.sampler.programs import CHUNK, FEED, SampledTokens
+from shoal.sampler.programs import DECODE_CHUNK, FEED, SampledTokens
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -100,7 +100,7 @@ class PartialCompletion:
             return 0
         num_keys = max(1, len(self.tokens))
         if self.phase is not Phase.WAITING:
-            num_keys += CHUNK * (1 + decodes_in_flight)
+            num_keys += DECODE_CHUNK * (1 + decodes_in_flight)
         if self.phase in (Phase.RECOMPUTING, Phase.FEEDING):
             # the part of the context that feeds compute before the next decode
             num_keys += len(self.context) // FEED * FEED

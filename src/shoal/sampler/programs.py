@@ -26,7 +26,13 @@ from shoal.model.architecture import Architecture, Layer
 from shoal.model.attention import caches as kv_caches
 from shoal.model.attention import selector
 from shoal.model.attention.blocked import block_size
-from shoal.model.attention.caches import RING_SLACK, Cache, ContextSlots, PieceKeys, entries_at
+from shoal.model.attention.caches import (
+    RING_SLACK,
+    Cache,
+    ContextSlots,
+    PrefillChunkKeys,
+    entries_at,
+)
 from shoal.model.attention.decode import SlotTokens
 from shoal.model.attention.selector import attention_kind, prompt_reads
 from shoal.model.block import LayerAux, LayerInputs, PromptKeys, SharedKeys, block
@@ -35,7 +41,7 @@ from shoal.model.head import logits
 from shoal.model.layers import by_layer, unstacked
 from shoal.model.norms import layer_norm
 from shoal.model.parameters import Block, LayerEmbedding
-from shoal.model.passes import Context, Piece, Prompts, Slots
+from shoal.model.passes import Context, PrefillChunk, Prompts, Slots
 from shoal.model.recurrence import empty_state
 from shoal.model.rotary import Ropes, rotary
 from shoal.model.transformer import Model, embed, forward, layer_embeddings, through_layers
@@ -58,13 +64,13 @@ from shoal.sampler.sample_tokens import (
     uniform,
 )
 
-CHUNK = 32
+DECODE_CHUNK = 32
 """Most tokens that a slot samples in one decode; after each decode the host searches for stop
 strings."""
 
-PIECE = 1024
-"""Tokens of a prompt that are computed at once, of a chunked prefill, if attention has no kernel
-of its own (see `piece_size`)."""
+PREFILL_CHUNK = 1024
+"""Tokens of a prompt that are computed at once, of a chunked prefill, if attention has no kernel of
+its own (see `prefill_chunk_size`)."""
 
 TURNS_AT_ONCE = 4
 """A decode ends when one in this many of the turns under way has ended."""
@@ -122,7 +128,7 @@ class TurnStarts:
     resumed: Any  # int32[N, W]: the tokens that the completion has; 0: the slot goes on as it is
     last: Any  # int32[N, W]: the last of them
     num_forced: Any  # int32[N, W]: how many of the slot's next tokens are given
-    forced: Any  # int32[N, W, CHUNK]: these
+    forced: Any  # int32[N, W, DECODE_CHUNK]: these
 
 
 @jax.tree_util.register_dataclass
@@ -133,7 +139,7 @@ class PromptTokens:
     rows: Any  # int32[R]: where they go; nothing is written for a row past the end
     length: Any  # int32[R]
     rope: Ropes  # rotary angles
-    reads: Any  # of `prompt_reads`; () if the prompts are computed in pieces
+    reads: Any  # of `prompt_reads`; () if the prompts are computed in chunks
 
 
 @jax.tree_util.register_dataclass
@@ -183,7 +189,7 @@ def make_programs(
     eos_ids: tuple[int, ...],
     truncated: bool,
     max_support: int,
-    piece: int,
+    prefill_chunk: int,
     records_experts: bool = False,
 ) -> dict[str, Program]:
     """Returns the programs of an engine by name, each compiled at its first call: "make_state",
@@ -192,13 +198,15 @@ def make_programs(
     before the layers, and "begin" what comes after them: `run_program` calls them in turn.
 
     `eos_ids`: tokens that end a completion. `truncated`, `max_support`, `records_experts`: see
-    `TokenChoice`. Prompts longer than `piece` tokens are computed in pieces of that many (see
-    `piece_size`).
+    `TokenChoice`. Prompts longer than `prefill_chunk` tokens are computed in chunks of that many
+    (see `prefill_chunk_size`).
 
     Equal arguments give the same dict, which must not be changed: the last PROGRAMS_KEPT are
     kept."""
     # A turn's end is seen when the decodes in flight have sampled this much beyond it.
-    assert CHUNK * MAX_IN_FLIGHT <= RING_SLACK, "rings would lose keys that windows still read"
+    assert DECODE_CHUNK * MAX_IN_FLIGHT <= RING_SLACK, (
+        "rings would lose keys that windows still read"
+    )
     get_sharding = attrgetter("sharding")
     layout = jax.tree.map(get_sharding, state_shapes(model, sizes))
     # Swapped-out rows bring their keys along, so they have no pool of pages.
@@ -217,8 +225,8 @@ def make_programs(
     }
     # 0 unless the layers are compiled one by one
     if model.ffn_chunks:
-        return programs | _programs_by_layer(compiler, piece)
-    return programs | _whole_programs(compiler, piece)
+        return programs | _programs_by_layer(compiler, prefill_chunk)
+    return programs | _whole_programs(compiler, prefill_chunk)
 
 
 @dataclass(frozen=True)
@@ -271,22 +279,24 @@ class _StepCompiler:
         )
 
 
-def _whole_programs(compiler: _StepCompiler, piece: int) -> dict[str, Program]:
+def _whole_programs(compiler: _StepCompiler, prefill_chunk: int) -> dict[str, Program]:
     """Returns "prefill" and "feed" as programs that compute all layers."""
     feed = partial(_feed, records_experts=compiler.choice.records_experts)
     by_row = compiler.by_row
     return {
-        "prefill": compiler.sampling_step("prefill", partial(_prefill, piece=piece)),
+        "prefill": compiler.sampling_step(
+            "prefill", partial(_prefill, prefill_chunk=prefill_chunk)
+        ),
         "feed": compiler.step(feed, (by_row, by_row), (compiler.layout, compiler.placed())),
     }
 
 
-def _programs_by_layer(compiler: _StepCompiler, piece: int) -> dict[str, Program]:
+def _programs_by_layer(compiler: _StepCompiler, prefill_chunk: int) -> dict[str, Program]:
     """Returns "prefill" and "feed" as programs of one layer, for each kind of layer, with the
     programs of what comes before and after the layers."""
     by_row, placed = compiler.by_row, compiler.placed()
     # Arguments stay on the devices from program to program: what all layers need is embedded too.
-    of_prompts = partial(_with_inputs_by_layer, partial(embed_prompts, piece=piece))
+    of_prompts = partial(_with_inputs_by_layer, partial(embed_prompts, prefill_chunk=prefill_chunk))
     of_context = partial(_with_inputs_by_layer, embed_context)
     programs = {
         "embed": compiler.step(of_prompts, by_row, placed, donated=()),
@@ -303,7 +313,7 @@ def _programs_by_layer(compiler: _StepCompiler, piece: int) -> dict[str, Program
         }
         # Keys that a layer leaves for others are [R, T, K, A] of prompts, [R, K, T, A] in caches.
         programs[_of_kind("prefill", number)] = compile_layer(
-            partial(_prefill_layer, piece=piece, **of_layer),
+            partial(_prefill_layer, prefill_chunk=prefill_chunk, **of_layer),
             shardings=ComputedLayer(placed, cache, placed, compiler.placed(None, "tensor")),
         )
         programs[_of_kind("feed", number)] = compile_layer(
@@ -569,22 +579,22 @@ def _prefill(
     length: jax.Array,
     new_rows: NewRows,
     model: Model,
-    piece: int,
+    prefill_chunk: int,
     choice: TokenChoice,
 ) -> tuple[DecodeState, SampledTokens]:
     """Computes prompts tokens[R, T] of length[R], which get rows of their replica: writes what they
     leave to the caches, and samples the first token of up to W completions of each. If T is more
-    than `piece`, the prompts are computed in pieces of that many tokens, and T is a multiple of it.
-    Returns (state, sampled tokens)."""
+    than `prefill_chunk`, the prompts are computed in chunks of that many tokens, and T is a
+    multiple of it. Returns (state, sampled tokens)."""
     embedded = embed_prompts(
         _tables(parameters),
         tokens=tokens,
         length=length,
         rows=new_rows.rows,
         model=model,
-        piece=piece,
+        prefill_chunk=prefill_chunk,
     )
-    compute = _prompt_layers(model, embedded.tokens, tokens.shape[1], piece)
+    compute = _prompt_layers(model, embedded.tokens, tokens.shape[1], prefill_chunk)
     x, aux = through_layers(model, parameters.blocks, embedded.x, compute, inputs=embedded.inputs)
     caches = []
     for cache, of_layer in zip(state.caches, aux, strict=True):
@@ -615,10 +625,11 @@ def embed_prompts(
     length: jax.Array,
     rows: jax.Array,
     model: Model,
-    piece: int,
+    prefill_chunk: int,
 ) -> Embedded:
     """Prepares prompts tokens[R, T] of length[R] for the layers, which write what they leave to
-    rows[R]. `tables` are of `_tables`. If T is more than `piece`, they are computed in pieces."""
+    rows[R]. `tables` are of `_tables`. If T is more than `prefill_chunk`, they are computed in
+    chunks."""
     size = tokens.shape[1]
     position = jnp.broadcast_to(jnp.arange(size), tokens.shape)
     x, inputs = _embed(tables, tokens, model)
@@ -626,7 +637,7 @@ def embed_prompts(
         rows=rows,
         length=length,
         rope=rotary(model.architecture, position),
-        reads=prompt_reads(model, length, size) if size <= piece else (),
+        reads=prompt_reads(model, length, size) if size <= prefill_chunk else (),
     )
     return Embedded(x, inputs, prompts)
 
@@ -668,11 +679,17 @@ def _with_inputs_by_layer(embed_step: Callable, tables: Any, **arguments: Any) -
     return replace(embedded, inputs=by_layer)
 
 
-def _prompt_layers(model: Model, tokens: PromptTokens, size: int, piece: int) -> Callable:
+def _prompt_layers(model: Model, tokens: PromptTokens, size: int, prefill_chunk: int) -> Callable:
     """Returns the function that computes a layer for prompts of `size` tokens with padding (a
-    `ComputeLayer`): at once, or in pieces of `piece` tokens if that is less."""
-    if size > piece:
-        return partial(_in_pieces, model, rope=tokens.rope, length=tokens.length, piece=piece)
+    `ComputeLayer`): at once, or in chunks of `prefill_chunk` tokens if that is less."""
+    if size > prefill_chunk:
+        return partial(
+            _in_prefill_chunks,
+            model,
+            rope=tokens.rope,
+            length=tokens.length,
+            prefill_chunk=prefill_chunk,
+        )
     prompts = Prompts(model, tokens.length, size, tokens.reads)
     return partial(block, model, rope=tokens.rope, attention_pass=prompts)
 
@@ -687,14 +704,14 @@ def _prefill_layer(
     tokens: PromptTokens,
     model: Model,
     layer: Layer,
-    piece: int,
+    prefill_chunk: int,
     records_experts: bool,
     is_read: bool,
 ) -> ComputedLayer:
     """Computes one layer of prompts x[R, T, D], and writes what they leave to its cache.
     `inputs`[R, T, ...] are the layer's own; `shared_keys` what the layer left whose keys it reads;
     `is_read` is whether other layers read its keys."""
-    compute = _prompt_layers(model, tokens, x.shape[1], piece)
+    compute = _prompt_layers(model, tokens, x.shape[1], prefill_chunk)
     x, aux = compute(layer, weights, x, cache=None, inputs=inputs, keys=shared_keys)
     cache = cache.write_prompts(aux.cache, tokens.rows, tokens.length, model.role)
     experts = _chosen_experts(model, (aux,)) if records_experts else ()
@@ -719,22 +736,22 @@ def _after_layers(
     return _sample_first_tokens(parameters, state, new_rows, length, last, model, choice)
 
 
-def piece_size(model: Model, longest: int) -> int:
-    """Returns how many tokens of a prompt are computed at once: PIECE if attention has no kernel of
-    its own, else `longest`, the most tokens of a padded prompt. Longer prompts enter in pieces, all
-    by one program.
+def prefill_chunk_size(model: Model, longest: int) -> int:
+    """Returns how many tokens of a prompt are computed at once: PREFILL_CHUNK if attention has no
+    kernel of its own, else `longest`, the most tokens of a padded prompt. Longer prompts enter in
+    chunks, all by one program.
 
-    An attention kernel takes the longest prompt whole: in pieces 8B on a v6e takes twice as long
+    An attention kernel takes the longest prompt whole: in chunks 8B on a v6e takes twice as long
     for one of 16k tokens."""
     for layer in model.architecture.kinds:
         if layer.mixer != "attention":
             continue
         if attention_kind(model, 1, longest, layer) in ("reference", "blocked"):
-            return PIECE
+            return PREFILL_CHUNK
     return longest
 
 
-def _in_pieces(
+def _in_prefill_chunks(
     model: Model,
     layer: Layer,
     weights: Block,
@@ -742,30 +759,30 @@ def _in_pieces(
     *,
     rope: Ropes,
     length: jax.Array,
-    piece: int,
+    prefill_chunk: int,
     cache: None,
     inputs: LayerInputs,
     keys: SharedKeys | None,
 ) -> tuple[jax.Array, LayerAux]:
-    """Computes one layer of prompts x[R, T, D] of length[R], `piece` tokens at a time; T is a
-    multiple of `piece`. Returns (the layer's output, aux with `PromptKeys`, or with the `State` of
-    a delta net, and with the tokens' experts). `inputs` are those of the layer; `keys` what the
-    layer left whose keys it reads, if it has none. `cache` is unused: the argument that a layer has
-    in decoding."""
+    """Computes one layer of prompts x[R, T, D] of length[R], `prefill_chunk` tokens at a time; T is
+    a multiple of `prefill_chunk`. Returns (the layer's output, aux with `PromptKeys`, or with the
+    `State` of a delta net, and with the tokens' experts). `inputs` are those of the layer; `keys`
+    what the layer left whose keys it reads, if it has none. `cache` is unused: the argument that a
+    layer has in decoding."""
     count, size, _ = x.shape
     longest = length.max()
-    block_keys = block_size(piece, model.role.platform)
-    # what the pieces so far have left
+    block_keys = block_size(prefill_chunk, model.role.platform)
+    # what the chunks so far have left
     so_far: Any
     if layer.mixer == "delta_net":
         so_far = empty_state(model.architecture.delta_net_sizes, (count,), model.dtype)
     elif keys is not None:
         so_far = None
-        keys = SharedKeys(None, None, PieceKeys.of(PromptKeys(keys.k, keys.v)))
+        keys = SharedKeys(None, None, PrefillChunkKeys.of(PromptKeys(keys.k, keys.v)))
     else:
         head_dim = model.architecture.head_dim_of(layer)
         zeros = jnp.zeros((count, model.key_heads_of(layer), size, head_dim), model.dtype)
-        so_far = PieceKeys(zeros, zeros)
+        so_far = PrefillChunkKeys(zeros, zeros)
     experts = None
     if layer.feed_forward != "mlp":
         shape = (count, size, model.architecture.expert_sizes.experts_per_token)
@@ -773,28 +790,28 @@ def _in_pieces(
 
     def has_next(carry: tuple) -> jax.Array:
         number, _, _, _ = carry
-        return number * piece < longest
+        return number * prefill_chunk < longest
 
-    def one_piece(carry: tuple) -> tuple:
-        """Computes the layer for the next piece of all prompts. `carry`: (number of the piece; x,
-        the layer's output for earlier pieces and its input for the others; what earlier pieces
-        left; the experts of earlier pieces)."""
+    def one_chunk(carry: tuple) -> tuple:
+        """Computes the layer for the next chunk of all prompts. `carry`: (number of the chunk; x,
+        the layer's output for earlier chunks and its input for the others; what earlier chunks
+        left; the experts of earlier chunks)."""
         number, x, so_far, experts = carry
-        start = number * piece
+        start = number * prefill_chunk
 
         def own_tokens(whole: jax.Array) -> jax.Array:
-            """Returns the piece's tokens of an array of whole prompts."""
-            return jax.lax.dynamic_slice_in_dim(whole, start, piece, 1)
+            """Returns the chunk's tokens of an array of whole prompts."""
+            return jax.lax.dynamic_slice_in_dim(whole, start, prefill_chunk, 1)
 
         own, own_rope, own_inputs = jax.tree.map(own_tokens, (x, rope, inputs))
-        of_piece = Piece(model, length, start, size=piece, block=block_keys)
+        chunk_pass = PrefillChunk(model, length, start, size=prefill_chunk, block=block_keys)
         own, aux = block(
             model,
             layer,
             weights,
             own,
             rope=own_rope,
-            attention_pass=of_piece,
+            attention_pass=chunk_pass,
             cache=so_far,
             inputs=own_inputs,
             keys=keys,
@@ -805,11 +822,11 @@ def _in_pieces(
             experts = jax.lax.dynamic_update_slice_in_dim(experts, aux.experts, start, 1)
         return next_number, x, aux.cache, experts
 
-    # Compute as many pieces as the longest prompt has: what the other prompts compute beyond their
+    # Compute as many chunks as the longest prompt has: what the other prompts compute beyond their
     # ends is masked, like padding.
     first = jnp.int32(0), x, so_far, experts
-    _, x, so_far, experts = jax.lax.while_loop(has_next, one_piece, first)
-    if not isinstance(so_far, PieceKeys):
+    _, x, so_far, experts = jax.lax.while_loop(has_next, one_chunk, first)
+    if not isinstance(so_far, PrefillChunkKeys):
         return x, LayerAux(so_far, experts)
     whole = so_far.of_prompts()
     return x, LayerAux(whole, experts, keys=SharedKeys(whole.k, whole.v, None))
@@ -966,7 +983,7 @@ def no_turn_starts(rows: int, siblings: int) -> TurnStarts:
         resumed=np.zeros(shape, np.int32),
         last=np.zeros(shape, np.int32),
         num_forced=np.zeros(shape, np.int32),
-        forced=np.zeros((rows, siblings, CHUNK), np.int32),
+        forced=np.zeros((rows, siblings, DECODE_CHUNK), np.int32),
     )
 
 
@@ -997,15 +1014,15 @@ def _decode(
     *,
     state: DecodeState,
     stopped: jax.Array,
-    enough: jax.Array,
+    interrupt_after: jax.Array,
     turns: TurnStarts,
     model: Model,
     choice: TokenChoice,
     pages: Any = None,
 ) -> tuple[DecodeState, SampledTokens]:
-    """Samples up to CHUNK tokens in every slot that is neither done nor `stopped`[N, W] by the
-    host. Stops earlier once enough[0, 0] rows or enough[0, 1] slots have ended in this decode;
-    `enough` is int32[1, 2], the replica's part.
+    """Samples up to DECODE_CHUNK tokens in every slot that is neither done nor `stopped`[N, W] by
+    the host. Stops earlier once interrupt_after[0, 0] rows or interrupt_after[0, 1] slots have
+    ended in this decode; `interrupt_after` is int32[1, 2], the replica's part.
 
     Tokens that are given by `turns` have log-prob 0, and none of them ends the slot by being an
     end-of-sequence token. All other tokens are sampled with the noise of their positions, whether
@@ -1015,7 +1032,7 @@ def _decode(
     shape = state.token.shape
     parameters = _weights_for_decoding(model, parameters)
     is_resumed = turns.resumed > 0
-    forced = jnp.moveaxis(turns.forced, -1, 0)  # [CHUNK, N, W]
+    forced = jnp.moveaxis(turns.forced, -1, 0)  # [DECODE_CHUNK, N, W]
     start = replace(
         state,
         # a slot that is resumed may be marked as done, because its last turn has ended
@@ -1024,7 +1041,7 @@ def _decode(
         length=jnp.where(is_resumed, turns.resumed, state.length),
     )
     rows, siblings = shape
-    by_step = (CHUNK, rows, siblings)
+    by_step = (DECODE_CHUNK, rows, siblings)
     empty = SampledTokens(
         jnp.zeros(by_step, jnp.int32),
         jnp.zeros(by_step, jnp.float32),
@@ -1033,7 +1050,7 @@ def _decode(
         jnp.zeros(shape, bool),
     )
     if choice.max_support:
-        support_ids = jnp.zeros((CHUNK, rows, siblings, choice.max_support), jnp.int32)
+        support_ids = jnp.zeros((DECODE_CHUNK, rows, siblings, choice.max_support), jnp.int32)
         empty = replace(empty, support_ids=support_ids)
     if choice.records_experts:
         a = model.architecture
@@ -1044,18 +1061,18 @@ def _decode(
     num_prefix = jnp.max(jnp.where(start.done.all(-1), 1, state.prefix_len))
     # Draw the noise of all tokens at once: a live slot's length grows by one at each token, and
     # Threefry on CPU is a loop of small operations.
-    lengths = start.length + jnp.arange(CHUNK)[:, None, None]
-    noise = uniform(jnp.broadcast_to(state.keys, (CHUNK, rows, siblings, 2)), lengths)
+    lengths = start.length + jnp.arange(DECODE_CHUNK)[:, None, None]
+    noise = uniform(jnp.broadcast_to(state.keys, (DECODE_CHUNK, rows, siblings, 2)), lengths)
 
     def num_ended(done: jax.Array) -> jax.Array:
         """Returns the numbers of rows and of slots that have ended, int32[2]."""
         return jnp.stack([done.all(-1).sum(dtype=jnp.int32), done.sum(dtype=jnp.int32)])
 
     # numbers of ended rows and slots at which this decode stops
-    stop_at = num_ended(start.done) + enough[0]
+    stop_at = num_ended(start.done) + interrupt_after[0]
 
     def unfinished(step: jax.Array, done: jax.Array) -> jax.Array:
-        return (step < CHUNK) & ~done.all() & (num_ended(done) < stop_at).all()
+        return (step < DECODE_CHUNK) & ~done.all() & (num_ended(done) < stop_at).all()
 
     def one_token(carry: tuple[jax.Array, jax.Array, DecodeState, SampledTokens]) -> tuple:
         """Samples one token in every live slot. `carry`: (whether to go on; how many tokens this
@@ -1109,9 +1126,9 @@ def _decode(
     def is_unfinished(carry: tuple) -> jax.Array:
         return carry[0]
 
-    # A while loop, not a scan: it ends with the last live slot instead of after CHUNK tokens.
-    # Whether it goes on is part of its body, which XLA for GPU records as one graph; a condition is
-    # launched operation by operation.
+    # A while loop, not a scan: it ends with the last live slot instead of after DECODE_CHUNK
+    # tokens. Whether it goes on is part of its body, which XLA for GPU records as one graph; a
+    # condition is launched operation by operation.
     first = unfinished(jnp.int32(0), start.done), jnp.int32(0), start, empty
     _, _, state, sampled = jax.lax.while_loop(is_unfinished, one_token, first)
     return state, sampled

@@ -74,9 +74,9 @@ class Scheduler:
 
     Requests enter first come, first served, one bucket of prompt lengths at a time: `prefill_rows`
     at once, or fewer if their prefill would exceed `prefill_tokens`. All prompts longer than
-    `whole` share one program and are padded to `longest`. A prefill costs the same however many of
-    its rows are used, so the scheduler waits until it can fill one, unless nothing else is left to
-    run.
+    `prefill_chunk` share one program and are padded to `longest`. A prefill costs the same however
+    many of its rows are used, so the scheduler waits until it can fill one, unless nothing else is
+    left to run.
 
     A request that needs several rows gets further ones as soon as they are free, before another
     prompt enters. Each replica has an equal share of the rows and of every batch, in order; all
@@ -87,7 +87,7 @@ class Scheduler:
     join_rows: int = 1
     replicas: int = 1
     prefill_tokens: int = 1 << 62
-    whole: int = 1 << 62
+    prefill_chunk: int = 1 << 62
     longest: int = 0
     # number of rows that one step swaps out or in
     swap_rows: int = 1
@@ -128,8 +128,8 @@ class Scheduler:
 
     def padded(self, bucket: int) -> int:
         """Returns how many tokens a prompt of a bucket is padded to: the bucket itself, or
-        `longest` if the bucket is larger than `whole`."""
-        return bucket if bucket <= self.whole else self.longest
+        `longest` if the bucket is larger than `prefill_chunk`."""
+        return bucket if bucket <= self.prefill_chunk else self.longest
 
     def admit(self, busy: Collection[SubgroupKey] = ()) -> Admission | None:
         """Returns the next step that fills rows, or None if decoding should continue: swapped-out

@@ -762,25 +762,25 @@ class PagedCache(Cache):
         return read.reshape(pages.shape + self.own_kv.shape[1:])
 
 
-class PieceKeys(NamedTuple):
-    """Keys and values of prompts that are computed piece by piece (chunked prefill), of the pieces
+class PrefillChunkKeys(NamedTuple):
+    """Keys and values of prompts that are computed chunk by chunk (chunked prefill), of the chunks
     so far. The order is that of caches."""
 
     k: jax.Array  # [R, K, T, A]
     v: jax.Array  # as k
 
     @classmethod
-    def of(cls, keys: PromptKeys) -> PieceKeys:
+    def of(cls, keys: PromptKeys) -> PrefillChunkKeys:
         """Returns keys of whole prompts in this order."""
         return cls(keys.k.swapaxes(1, 2), keys.v.swapaxes(1, 2))
 
-    def write(self, k: jax.Array, v: jax.Array, start: jax.Array) -> PieceKeys:
-        """Writes keys and values [R, C, K, A] of a piece that begins at position `start`."""
+    def write(self, k: jax.Array, v: jax.Array, start: jax.Array) -> PrefillChunkKeys:
+        """Writes keys and values [R, C, K, A] of a chunk that begins at position `start`."""
 
         def write(before: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_slice_in_dim(before, new.swapaxes(1, 2), start, 2)
 
-        return PieceKeys(write(self.k, k), write(self.v, v))
+        return PrefillChunkKeys(write(self.k, k), write(self.v, v))
 
     def of_prompts(self) -> PromptKeys:
         """Returns the keys as a prefill of whole prompts leaves them."""

@@ -1,8 +1,8 @@
 """Attention of sampling over caches.
 
-    SlotAttention       of one token in each slot: decoding
-    PieceAttention      of a piece of long prompts, after the pieces before it: prefill
-    ContextAttention    of tokens of context after completions
+    SlotAttention           of one token in each slot: decoding
+    PrefillChunkAttention   of a chunk of long prompts, after the chunks before it: prefill
+    ContextAttention        of tokens of context after completions
 
 `online_softmax` is the form without a kernel: one softmax over the prompt's keys and the
 completion's own, gathered over fixed blocks of keys in order. So a row's result does not depend, to
@@ -27,7 +27,7 @@ from shoal.model.attention.caches import (
     ExtendedRing,
     KeyCache,
     PagedCache,
-    PieceKeys,
+    PrefillChunkKeys,
     SlotKeys,
     TokenKeys,
     keys_at_once,
@@ -438,8 +438,8 @@ def _merge_parts(parts: int, groups: list[list[int]], running: RunningSoftmax) -
 
 
 @dataclass(frozen=True)
-class PieceAttention:
-    """The `Attention` of a piece of R prompts for a kind of layer: C tokens of each, from position
+class PrefillChunkAttention:
+    """The `Attention` of a chunk of R prompts for a kind of layer: C tokens of each, from position
     `start` on, which read their prompt up to themselves; of the keys before a window no block is
     read. Results beyond the longest prompt mean nothing. The cache must have room for start + C
     tokens."""
@@ -459,13 +459,13 @@ class PieceAttention:
         q: jax.Array,
         k: jax.Array | None,
         v: jax.Array | None,
-        cache: PieceKeys,
+        cache: PrefillChunkKeys,
         *,
         sinks: jax.Array | None = None,
         rope: Any = None,
-    ) -> tuple[jax.Array, PieceKeys]:
-        """Returns (out, the keys and values of this piece, too). The cache holds those of the
-        pieces before, and of this one if k and v are None."""
+    ) -> tuple[jax.Array, PrefillChunkKeys]:
+        """Returns (out, the keys and values of this chunk, too). The cache holds those of the
+        chunks before, and of this one if k and v are None."""
         keys = cache
         if k is not None and v is not None:
             keys = cache.write(k, v, self.start)
@@ -478,9 +478,9 @@ class PieceAttention:
         return jnp.moveaxis(out, 0, 1).reshape(q.shape), keys
 
     def _attend_block(
-        self, keys: PieceKeys, sinks: jax.Array | None, queries: tuple[jax.Array, jax.Array]
+        self, keys: PrefillChunkKeys, sinks: jax.Array | None, queries: tuple[jax.Array, jax.Array]
     ) -> jax.Array:
-        """Computes the attention of one block of the piece's queries: `queries` are q[R, b, H, A]
+        """Computes the attention of one block of the chunk's queries: `queries` are q[R, b, H, A]
         and the position of the first."""
         q, first = queries
         rows = len(q)

@@ -884,9 +884,9 @@ def test_a_long_compilation_gives_freed_memory_back(monkeypatch):
     little."""
     returned: list[float] = []
     monkeypatch.setattr(job_training, "return_freed_memory", lambda: returned.append(1))
-    job_training._listen(job_training._EVENT, 0.1)
+    job_training._listen(job_training._COMPILATION_EVENT, 0.1)
     job_training._listen("/jax/core/compile/jaxpr_trace_duration", 9.0)
-    job_training._listen(job_training._EVENT, 9.0)
+    job_training._listen(job_training._COMPILATION_EVENT, 9.0)
     assert returned == [1]
     monkeypatch.undo()
     return_freed_memory()  # whatever the allocator is

@@ -343,7 +343,7 @@ def test_the_compiled_update_holds_its_part_alone():
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=role.replicated)
     compiled = (
         one.programs["apply"]
-        .lower(number, shapes, count, gradient=shapes, moments=moments)
+        .lower(number, shapes, count, gradient=shapes, optimizer_state=moments)
         .compile()
     )
     (_, trainable, _), named = compiled.input_shardings

@@ -149,7 +149,11 @@ def compiled_apply(devices: Sequence[Any], offload: bool) -> Any:
     programs: dict[str, Any] = learner.programs
     state, total = learner.shapes(), programs["zero"].eval_shape()
     return programs["apply"].compile(
-        total.loss, state.trainable, state.updates, gradient=total.gradient, moments=state.optimizer
+        total.loss,
+        state.trainable,
+        state.updates,
+        gradient=total.gradient,
+        optimizer_state=state.optimizer,
     )
 
 

@@ -372,7 +372,7 @@ def test_cut_completions_leave_the_loss_and_stay_in_the_mean():
         )
         table = StepTable.of(made, a)
         np.testing.assert_array_equal(table.advantages, [[-1, 1, 0]])
-        batch = updater(a)._pack(made, table, np.arange(1), None, None, None)[0]
+        batch = updater(a)._pack_update(made, table, np.arange(1), None, None, None)[0]
         weight = {}
         for (_, index), values in unpack([batch], [batch.arrays.weight]).items():
             weight[index] = float(values[0])
@@ -402,7 +402,9 @@ def with_context(group: Group, masks: list[list[int]], **changes: Any) -> Group:
 
 def context_weights(a: AlgorithmSection, made: list[Group], members: list[int]) -> dict:
     """Completion -> the weights of its tokens, of the update of these groups."""
-    packed = updater(a)._pack(made, StepTable.of(made, a), np.array(members), None, None, None)
+    packed = updater(a)._pack_update(
+        made, StepTable.of(made, a), np.array(members), None, None, None
+    )
     values = unpack(packed, [batch.arrays.weight for batch in packed])
     return {key: of_completion.tolist() for key, of_completion in values.items()}
 

@@ -1259,18 +1259,18 @@ class Job(StagedJob):
 
     def make_updater(
         self,
-        first: ModelScorer | None,
+        initial: ModelScorer | None,
         teachers: Mapping[str, ModelScorer] | None,
         servers: Mapping[str, TeacherServer] | None = None,
     ) -> Updater:
-        """Makes the updater, which turns groups with rewards into updates of the weights. `first`:
-        the model with the weights that the run begins with, None if nothing needs it; `teachers`:
-        those that have weights of their own here, by name; `servers`: those that are behind an
-        address; None for none."""
+        """Makes the updater, which turns groups with rewards into updates of the weights.
+        `initial`: the model with the weights that the run begins with, None if nothing needs it;
+        `teachers`: those that have weights of their own here, by name; `servers`: those that are
+        behind an address; None for none."""
         c = self.config
         scorers = dict(teachers or {})
-        if c.teacher.is_first_policy and first is not None:
-            scorers[""] = first
+        if c.teacher.is_first_policy and initial is not None:
+            scorers[""] = initial
         made = None
         if scorers or servers or c.teacher.is_live_policy:
             prompt_of = self.encode_with_hint if c.teacher.hint else None
@@ -1281,7 +1281,7 @@ class Job(StagedJob):
             c.batch,
             temperature=c.sampling.temperature,
             seed=c.seed,
-            reference=first if c.algorithm.scores_reference else None,
+            reference=initial if c.algorithm.scores_reference else None,
             teachers=made,
             critic=self.critic,
             max_tokens=c.sampling.max_completion_tokens,

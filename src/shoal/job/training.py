@@ -62,7 +62,7 @@ class LoadedModels:
     """All weights of the model that is trained; None if the run is resumed."""
     frozen: Params | None
     """The weights of that model that training does not change, because an adapter is trained."""
-    first: ModelScorer | None
+    initial: ModelScorer | None
     """The model with the weights that the run begins with: its reference, or its own teacher."""
     teachers: Mapping[str, ModelScorer]
     """Those that have weights of their own, by name."""
@@ -83,7 +83,7 @@ def open_run(job: Job) -> Run:
     if job.cluster:
         job.cluster.parity.keep(folder.path)
     source = job.rollout_source
-    updater = job.make_updater(models.first, models.teachers, job.teacher_servers)
+    updater = job.make_updater(models.initial, models.teachers, job.teacher_servers)
     facts = checked_facts(job, models)
     restored = None
     if job.resumed:
@@ -177,19 +177,19 @@ def load_models(job: Job) -> LoadedModels:
     that the run does not use. A resumed run reads only what its checkpoint lacks: the weights that
     an adapter freezes, the reference and the teachers. ShoalError if a file is wrong, or if the
     processes of the run have different weights, tokenizers or kernels of attention."""
-    spec = job.model_source
+    source = job.model_source
     if reads_own_model(job):
-        check_same_model(job.world, "the model", "model.path", spec)
+        check_same_model(job.world, "the model", "model.path", source)
     weights = None if job.resumed else job.load_weights()
     if weights is not None:
-        frozen = select(frozen_specs(spec.architecture), weights)  # the same arrays, no copies
+        frozen = select(frozen_specs(source.architecture), weights)  # the same arrays, no copies
         already_read = weights
     else:
-        frozen = spec.load_frozen(job.roles.trainer, job.model.dtype)
+        frozen = source.load_frozen(job.roles.trainer, job.model.dtype)
         already_read = frozen
-    first = job.open_reference(already_read)
-    for source in job.teacher_sources.values():
-        check_same_model(job.world, "the teacher", "teacher.path", source)
+    initial = job.open_reference(already_read)
+    for teacher_source in job.teacher_sources.values():
+        check_same_model(job.world, "the teacher", "teacher.path", teacher_source)
     teachers = job.load_teachers()
     # Each process has tried the kernels on its own GPU, but all must compile the same program.
     check_same(
@@ -203,7 +203,7 @@ def load_models(job: Job) -> LoadedModels:
     if job.critic_source:
         check_same_model(job.world, "the critic", "critic.path", job.critic_source)
     frozen_of_critic = job.load_frozen_of_critic(frozen)
-    return LoadedModels(weights, frozen, first, teachers, frozen_of_critic)
+    return LoadedModels(weights, frozen, initial, teachers, frozen_of_critic)
 
 
 def weights_to_train(job: Job, models: LoadedModels) -> Params:
@@ -225,7 +225,7 @@ def checked_facts(job: Job, models: LoadedModels) -> dict[str, Any]:
     facts = fingerprint(
         task=job.task,
         seed=job.config.seed,
-        reference=models.first,
+        reference=models.initial,
         teachers=models.teachers,
         base=models.frozen,
         own_advantage=job.own_advantage,
@@ -291,20 +291,25 @@ def begin_folder(job: Job, folder: RunWriter, first_version: int) -> None:
     job.stack.callback(job.console.keep_events, None)
 
 
-def write_head(folder: RunWriter, spec: ModelSource, config: Config, resumed: bool) -> None:
+def write_head(folder: RunWriter, source: ModelSource, config: Config, resumed: bool) -> None:
     """Writes the model's configuration and tokenizer files into a run's folder, unless the model
     was read from there or the run is resumed from a bucket, and makes the name `last` refer to this
-    run. `spec`: the model whose files are written. A resumed run whose template writes a date that
-    was not stored stores it now."""
+    run. `source`: the model whose files are written. A resumed run whose template writes a date
+    that was not stored stores it now."""
     folder.remember(config.base_output_directory)
     model_folder = folder.path / MODEL_FOLDER
-    is_own_model = spec.folder == model_folder
-    if resumed and is_own_model and spec.tokenizer.writes_date and read_date(model_folder) is None:
-        assert spec.tokenizer.date is not None
-        write_date(spec.tokenizer.date, model_folder)
+    is_own_model = source.folder == model_folder
+    if (
+        resumed
+        and is_own_model
+        and source.tokenizer.writes_date
+        and read_date(model_folder) is None
+    ):
+        assert source.tokenizer.date is not None
+        write_date(source.tokenizer.date, model_folder)
     if not is_own_model and not (resumed and area_of(folder.path)):
         with explain_write_errors(folder.path, "base_output_directory"):
-            copy_model_files(spec, model_folder)
+            copy_model_files(source, model_folder)
 
 
 def write_labels(job: Job, folder: RunWriter) -> None:
@@ -443,11 +448,9 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-_EVENT = "/jax/core/compile/backend_compile_duration"
+_COMPILATION_EVENT = "/jax/core/compile/backend_compile_duration"
 
-
-_count = 0
-
+_num_compilations = 0
 
 TRIMMED_SECONDS = 0.5
 """If a compilation takes longer than this, freed memory is given back to the system afterwards; a
@@ -458,10 +461,10 @@ def _listen(event: str, duration_secs: float, **_: str | int) -> None:
     """Counts an event of JAX if it is a compilation, and gives freed memory back to the system
     after a long one. `duration_secs`: how long the event took. `_`: further facts of the event,
     which are not read."""
-    global _count
-    if event != _EVENT:
+    global _num_compilations
+    if event != _COMPILATION_EVENT:
         return
-    _count += 1
+    _num_compilations += 1
     if duration_secs > TRIMMED_SECONDS:
         return_freed_memory()
 
@@ -474,11 +477,11 @@ class CompilationCounter:
     the counter was made."""
 
     def __init__(self) -> None:
-        self._start = _count
+        self._start = _num_compilations
 
     def read(self) -> int:
         """Returns the number of programs so far."""
-        return _count - self._start
+        return _num_compilations - self._start
 
 
 class Profiler:

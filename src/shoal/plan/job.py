@@ -485,7 +485,7 @@ class PlannedJob:
             programs["apply"],
             role,
             (total.loss, state.trainable, state.updates, state.loss_scale),
-            {"gradient": total.gradient, "moments": state.optimizer},
+            {"gradient": total.gradient, "optimizer_state": state.optimizer},
             runs=algorithm.num_epochs * minibatches,
             batch_bytes=moments_in_flight,
         )
@@ -555,7 +555,7 @@ class PlannedJob:
             programs["apply"],
             role,
             (total.loss, state.trainable, state.updates, state.loss_scale),
-            {"gradient": total.gradient, "moments": state.optimizer},
+            {"gradient": total.gradient, "optimizer_state": state.optimizer},
             runs=of_policy["apply"].runs,
             batch_bytes=of_policy["apply"].batch_bytes,
         )

@@ -238,19 +238,20 @@ class Run:
         # must be published.
         if self.publication_due(version):
             self.publish(version, state.trainable)
-        made_again = set(self.evaluating)
+        evaluated_again = set(self.evaluating)
         if self.is_evaluated_again(version, extra["evaluated"]):
-            made_again.add(version)
+            evaluated_again.add(version)
         self.recorder.restore(
-            extra["recorder"], version, extra["evaluated"], made_again, self.evaluator.sets
+            extra["recorder"], version, extra["evaluated"], evaluated_again, self.evaluator.sets
         )
-        parts = {0: dict(leaves(extra["config"])), 1: values_of(self.config)}
-        if reward_changed_at(parts):
-            # The rewards that answers had are not compared with those of another reward.
+        stored_settings = dict(leaves(extra["config"]))
+        # `reward_changed_at` takes the settings by the version at which they began: any two do.
+        if reward_changed_at({0: stored_settings, 1: values_of(self.config)}):
+            # Rewards of the first answers are not comparable with those of another function.
             self.recorder.watch.first_answers = {}
         self.restored = None
-        missing = self.evaluation_due(version) and version not in self.recorder.evaluations
-        if missing and not self.ends_at(version):
+        lacks_evaluation = self.evaluation_due(version) and version not in self.recorder.evaluations
+        if lacks_evaluation and not self.ends_at(version):
             self.evaluate(version, state)
         return state, version
 
@@ -309,11 +310,13 @@ class Run:
         if hopeless:
             good = self.last_good()
             if good is None:
-                cure = "no checkpoint is from before"
+                way_back = "no checkpoint is from before"
             else:
                 path = self.checkpoints.folder / str(good)
-                cure = f"the last good checkpoint is of step {good}: shoal train model={path} ..."
-            raise ShoalError(f"stopped after step {version}: {hopeless[0].text} ({cure})")
+                way_back = (
+                    f"the last good checkpoint is of step {good}: shoal train model={path} ..."
+                )
+            raise ShoalError(f"stopped after step {version}: {hopeless[0].text} ({way_back})")
         if warned and self.config.train.on_warning == "stop":
             self.save(version, state)
             key = warned[0].key
@@ -331,7 +334,6 @@ class Run:
         first_skipped = self.recorder.watch.first_skipped_step
         if first_skipped is None:
             return None
-        # Skipped steps count from 1: this one began with version `first_skipped - 1`.
         # The watch counts steps from 1: this is the version that the skipped update began with.
         first_bad = first_skipped - 1
         good = [number for number in self.checkpoints.versions() if number < first_bad]
@@ -610,7 +612,7 @@ class Run:
             "config": to_dict(self.config),
             "facts": dict(self.fingerprint),
         }
-        # never deleted, however old it gets; None protects nothing
+        # this checkpoint is never deleted, however old it gets; None protects nothing
         self.checkpoints.protected = self.last_good()
         older: dict[int, Params] = {}
         # The same version may be in both lists: as a key of `older` it is stored once.

@@ -77,8 +77,8 @@ class TrainState:
         return joined(self.trainable, self.frozen)
 
     def with_frozen(self, frozen: Params | None, frozen_of_critic: Params | None) -> TrainState:
-        """Returns the state with frozen parameters, which no checkpoint stores, and the critic's,
-        if there is one, with its own."""
+        """Returns the state with these frozen parameters, which no checkpoint stores: `frozen` of
+        the policy, `frozen_of_critic` of the critic (not used without a critic)."""
         critic = self.critic
         if critic is not None:
             critic = replace(critic, frozen=frozen_of_critic)
@@ -233,11 +233,13 @@ class Learner:
         teacher: TeacherStates | TeacherTop | None = None,
     ) -> tuple[GradientSum, Any]:
         """Adds a micro-batch's gradient and metrics to `total` (None for the first one), which is
-        donated. `state` is only read. Of the batch a policy reads what a critic learns only if the
-        critic shares its layers. `teacher` is what a teacher says of the micro-batch, on the
-        trainer's devices; None unless the objective has a divergence from it. If the objective has
-        the loss of a critic that shares the layers, the sum also has the gradient of its head.
-        Returns (the new sum, the log-probs of the micro-batch's tokens, float32[R, T])."""
+        donated. `state` is only read. Returns (the new sum, the log-probs of the micro-batch's
+        tokens, float32[R, T]).
+
+        `teacher`: a teacher's outputs for the micro-batch, on the trainer's devices; None unless
+        the objective has a divergence from it. For a policy whose layers a critic shares, the sum
+        also has the gradient of the critic's head; any other policy does not read the critic's
+        targets in the batch."""
         # The first micro-batch adds to zeros: a separate program for it doubled the longest
         # compilation (5 s), and this buffer is the only one, as layers add their gradients to it in
         # place.
@@ -266,7 +268,7 @@ class Learner:
             state.updates,
             state.loss_scale,
             gradient=total.gradient,
-            moments=state.optimizer,
+            optimizer_state=state.optimizer,
         )
         new_state = replace(new_state, frozen=state.frozen, critic=state.critic)
         return new_state, UpdateMetrics(*applied)
@@ -340,21 +342,24 @@ def _optimizer_programs(
         return select(parameters, has_decay)
 
     optimizer = make_optimizer(section, rate, weight_decay, seed)
-    split = shardings_of(trained_specs(a), role)
-    everywhere = role.replicated
-    moments = state_shardings(optimizer, _gradient_shapes(a), split, everywhere, section.offload)
-    scale_layout = LossScale(everywhere, everywhere) if scaled else None
-    layout = TrainState(split, moments, everywhere, scale_layout)
-    offloads = PINNED_HOST in {sharding.memory_kind for sharding in jax.tree.leaves(moments)}
+    trained = shardings_of(trained_specs(a), role)
+    replicated = role.replicated
+    optimizer_layout = state_shardings(
+        optimizer, _gradient_shapes(a), trained, replicated, section.offload
+    )
+    scale_layout = LossScale(replicated, replicated) if scaled else None
+    layout = TrainState(trained, optimizer_layout, replicated, scale_layout)
+    memory_kinds = {sharding.memory_kind for sharding in jax.tree.leaves(optimizer_layout)}
+    offloads = PINNED_HOST in memory_kinds
     apply = role.jit(
         partial(_apply, optimizer, rate, by_layer, offloads),
-        donate_argnames=("gradient", "moments"),
-        out_shardings=(layout, everywhere),
+        donate_argnames=("gradient", "optimizer_state"),
+        out_shardings=(layout, replicated),
     )
     if section.offload:
-        init = partial(_init_by_leaf, role, optimizer, moments)
+        init = partial(_init_by_leaf, role, optimizer, optimizer_layout)
     else:
-        init = role.jit(optimizer.init, out_shardings=moments)
+        init = role.jit(optimizer.init, out_shardings=optimizer_layout)
     return optimizer, layout, init, apply
 
 
@@ -384,21 +389,21 @@ def _gradient_programs(
     trainable, frozen, batch, loss scale, teacher, value head) and score(parameters, batch)."""
     # Log-probs keep the layout of rows if one process can read all of them.
     role = model.role
-    everywhere = role.replicated
-    split = shardings_of(trained_specs(model.architecture), role)
-    shape_of_head = None
-    split_of_head = None
+    replicated = role.replicated
+    trained = shardings_of(trained_specs(model.architecture), role)
+    head_shape = None
+    head_sharding = None
     if isinstance(objective, Objective) and objective.value_coef:
         spec = value_head_spec(model.architecture)
-        shape_of_head = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
-        split_of_head = spec.sharding(role)
-    sums = GradientSum(split, everywhere, everywhere, everywhere, split_of_head)
+        head_shape = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
+        head_sharding = spec.sharding(role)
+    sums = GradientSum(trained, replicated, replicated, replicated, head_sharding)
     zero = role.jit(
         partial(
             _zero,
             _gradient_shapes(model.architecture),
             *sum_shapes(model, objective),
-            shape_of_head,
+            head_shape,
         ),
         out_shardings=sums,
     )
@@ -497,16 +502,16 @@ def _accumulate(
     # The gradient is linear in this seed: scaled here, it is scaled through the whole backward
     # pass, while loss and metrics are not.
     seed = jnp.ones_like(value) if scale is None else scale.value
-    # `rest` are the gradients outside of layers; those of layers have gone into `layers`.
+    # The gradients of layers have gone into `layers`: only those outside of layers are added here.
     accumulators = replace(total.gradient, blocks=layers)
-    rest, of_head = backward.with_refs(accumulators, total.value_head)(seed)
+    new_gradient, head_gradient = backward.with_refs(accumulators, total.value_head)(seed)
     sum_outside = replace(total.gradient, blocks=None)
-    gradient = jax.tree.map(jnp.add, sum_outside, replace(rest, blocks=None))
+    gradient = jax.tree.map(jnp.add, sum_outside, replace(new_gradient, blocks=None))
     value, sums = jax.tree.map(jnp.add, (total.loss, total.sums), (value, sums))
     maxima = jax.tree.map(jnp.maximum, total.maxima, maxima)
     gradient = replace(gradient, blocks=jax.tree.map(jax.freeze, layers))
-    sum_of_head = jax.tree.map(jnp.add, total.value_head, of_head)
-    return GradientSum(gradient, value, sums, maxima, sum_of_head), lp
+    value_head_sum = jax.tree.map(jnp.add, total.value_head, head_gradient)
+    return GradientSum(gradient, value, sums, maxima, value_head_sum), lp
 
 
 def _apply(
@@ -520,7 +525,7 @@ def _apply(
     scale: LossScale | None = None,
     *,
     gradient: Params,
-    moments: Any,
+    optimizer_state: Any,
 ) -> tuple[TrainState, Any]:
     """Makes one update of the weights. Returns the new state, without frozen parameters, and the
     values of `UpdateMetrics` in the order of its fields, without the last two if there is no loss
@@ -542,39 +547,41 @@ def _apply(
         return jnp.where(finite, new, old)
 
     def keep_counter(new: Any, old: Any) -> Any:
-        """Returns what `keep` does for a counter of the optimizer, and moments as they are."""
-        return new if _is_part(new) else keep(new, old)
+        """Returns what `keep` does for a counter of the optimizer; new moments unchanged."""
+        return new if _is_moment(new) else keep(new, old)
 
-    # The norm of the whole gradient, by which all of it is clipped; 0 like the gradient that takes
-    # the place of one that is not finite.
+    # The norm of the whole gradient, by which each layer is clipped too. 0 if it is not finite: the
+    # gradient is then replaced by zeros.
     safe_norm = jnp.where(finite, norm, 0.0)
 
-    def change(gradient: Any, moments: Any, parameters: Any, **more: Any) -> tuple[Any, Any]:
-        """Returns (parameters, moments) after one optimizer update; both unchanged if the gradient
-        is not finite. The arguments may be all parameters, or those of one layer; offloaded moments
-        are fetched to the device, and the new ones are moved back to the host."""
+    def change(gradient: Any, state: Any, parameters: Any, **more: Any) -> tuple[Any, Any]:
+        """Returns (parameters, optimizer state) after one optimizer update; both unchanged if the
+        gradient is not finite. The arguments may be of all parameters, or of one layer. Offloaded
+        moments are fetched to the device, and the new ones are moved back to the host."""
         if offloads:
-            moments = _moved(moments, jax.memory.Space.Device)
+            state = _move_moments(state, jax.memory.Space.Device)
         # A gradient that is not finite is replaced by zeros, to keep NaN out of the optimizer; the
         # result is then dropped: that of moments by the optimizer itself (`scale_by_adam`).
         safe = jax.tree.map(lambda g: jnp.where(finite, g, 0.0), gradient)
-        step, new_moments = optimizer.update(
-            safe, moments, parameters, norm=safe_norm, number=updates, finite=finite, **more
+        step, new_state = optimizer.update(
+            safe, state, parameters, norm=safe_norm, number=updates, finite=finite, **more
         )
-        new_moments = jax.tree.map(keep_counter, new_moments, moments, is_leaf=_is_part)
+        new_state = jax.tree.map(keep_counter, new_state, state, is_leaf=_is_moment)
         new_parameters = jax.tree.map(keep, optax.apply_updates(parameters, step), parameters)
         if offloads:
-            new_moments = _moved(new_moments, jax.memory.Space.Host)
-        return new_parameters, new_moments
+            new_state = _move_moments(new_state, jax.memory.Space.Host)
+        return new_parameters, new_state
 
     if by_layer:
-        new_trainable, new_moments = _change_by_layer(change, gradient, moments, trainable)
+        new_trainable, new_optimizer_state = _change_by_layer(
+            change, gradient, optimizer_state, trainable
+        )
     else:
-        new_trainable, new_moments = change(gradient, moments, trainable)
+        new_trainable, new_optimizer_state = change(gradient, optimizer_state, trainable)
     # a skipped update is not counted
     new_updates = updates + finite
     new_scale = None if scale is None else scale.after(finite)
-    state = TrainState(new_trainable, new_moments, new_updates, new_scale)
+    state = TrainState(new_trainable, new_optimizer_state, new_updates, new_scale)
     applied = (loss, norm, rate(updates), 1 - finite.astype(jnp.int32))
     if scale is None:
         return state, applied
@@ -587,14 +594,16 @@ def _apply(
 def _change_by_layer(
     change: Callable[..., tuple[Any, Any]],
     gradient: Parameters,
-    moments: Any,
+    optimizer_state: Any,
     parameters: Parameters,
 ) -> tuple[Parameters, Any]:
-    """Applies `change` to the parameters outside of layers, then to one layer after the other. New
-    parameters are written over the gradient and new moments over the old ones, and a device needs
-    the moments of one layer at a time. Returns (parameters, moments). `change(gradient, moments,
-    parameters)` returns the new (parameters, moments). It gets trees with None in place of all
-    other parts; for a layer also its number, `layer`."""
+    """Applies `change` to the parameters outside of layers, then to one layer after the other.
+    Returns (parameters, optimizer state).
+
+    New parameters are written over the gradient and new moments over the old ones, so that a device
+    needs the moments of only one layer at a time. `change(gradient, optimizer state, parameters)`
+    returns the new (parameters, optimizer state). It gets trees with None in place of all other
+    parameters; for a layer also its index in its stack, `layer`."""
 
     def update_layer(
         stack: Block, layer: jax.Array, buffers: tuple[Block, list[Block]]
@@ -611,68 +620,69 @@ def _change_by_layer(
 
         layer_gradient, layer_moments = jax.tree.map(of_layer, buffers)
         layer_parameters = jax.tree.map(of_layer, stack)
-        # `moments` gives only the form, like Adam's counter and two moments: this layer's moments
-        # take the place of its trees of parameters.
+        # `optimizer_state` gives the form, like Adam's counter and two moments; the moments in it
+        # are replaced by this layer's.
         new_parameters, new_state = change(
             _layers_only(layer_gradient),
-            _replace_parts(moments, map(_layers_only, layer_moments)),
+            _replace_moments(optimizer_state, map(_layers_only, layer_moments)),
             _layers_only(layer_parameters),
             layer=layer,
         )
-        new_moments = [part.blocks for part in _parts(new_state)]
+        new_moments = [moment.blocks for moment in _moments_of(new_state)]
         return jax.tree.map(put_layer, buffers, (new_parameters.blocks, new_moments))
 
-    moments_outside = [replace(part, blocks=None) for part in _parts(moments)]
+    moments = _moments_of(optimizer_state)
+    moments_outside = [replace(moment, blocks=None) for moment in moments]
     new_parameters, new_state = change(
         replace(gradient, blocks=None),
-        _replace_parts(moments, moments_outside),
+        _replace_moments(optimizer_state, moments_outside),
         replace(parameters, blocks=None),
     )
-    gradients = stacked_blocks(gradient.blocks)
-    moments_by_part = [stacked_blocks(part.blocks) for part in _parts(moments)]
+    gradient_stacks = stacked_blocks(gradient.blocks)
+    stacks_by_moment = [stacked_blocks(moment.blocks) for moment in moments]
     new_stacks: list[Block] = []
-    new_moments_by_part: list[list[Block]] = [[] for _ in moments_by_part]
-    for number, stack in enumerate(stacked_blocks(parameters.blocks)):
-        of_stack = [stacks[number] for stacks in moments_by_part]
-        buffers = gradients[number], of_stack
+    new_stacks_by_moment: list[list[Block]] = [[] for _ in moments]
+    for index, stack in enumerate(stacked_blocks(parameters.blocks)):
+        stack_moments = [stacks[index] for stacks in stacks_by_moment]
+        buffers = gradient_stacks[index], stack_moments
         # All leaves have the layers in front, so their first dimensions are the same number.
         num_layers = 0  # if no parameter of the layers is trained
         leaves = jax.tree.leaves(buffers)
         if leaves:
             (num_layers,) = {leaf.shape[0] for leaf in leaves}
-        new_stack, new_of_stack = jax.lax.fori_loop(
+        new_stack, new_stack_moments = jax.lax.fori_loop(
             0, num_layers, partial(update_layer, stack), buffers
         )
         new_stacks.append(new_stack)
-        for new_moments, new in zip(new_moments_by_part, new_of_stack, strict=True):
-            new_moments.append(new)
-    new_parts = []
-    for part_outside, stacks in zip(_parts(new_state), new_moments_by_part, strict=True):
-        new_parts.append(replace(part_outside, blocks=stacked_again(parameters.blocks, stacks)))
+        for stacks, new in zip(new_stacks_by_moment, new_stack_moments, strict=True):
+            stacks.append(new)
+    new_moments = []
+    for outside, stacks in zip(_moments_of(new_state), new_stacks_by_moment, strict=True):
+        new_moments.append(replace(outside, blocks=stacked_again(parameters.blocks, stacks)))
     blocks = stacked_again(parameters.blocks, new_stacks)
-    return replace(new_parameters, blocks=blocks), _replace_parts(new_state, new_parts)
+    return replace(new_parameters, blocks=blocks), _replace_moments(new_state, new_moments)
 
 
-def _is_part(node: Any) -> bool:
-    """True for a subtree of an optimizer's state that has the form of the parameters."""
+def _is_moment(node: Any) -> bool:
+    """True for a subtree of an optimizer's state that has the form of the parameters: a moment."""
     return isinstance(node, Parameters)
 
 
-def _parts(moments: Any) -> list[Parameters]:
-    """Returns the subtrees of an optimizer's state that have the parameters' form, for example the
-    two moments of Adam."""
-    return [node for node in jax.tree.leaves(moments, is_leaf=_is_part) if _is_part(node)]
+def _moments_of(optimizer_state: Any) -> list[Parameters]:
+    """Returns the moments in an optimizer's state, for example the two of Adam."""
+    nodes = jax.tree.leaves(optimizer_state, is_leaf=_is_moment)
+    return [node for node in nodes if _is_moment(node)]
 
 
-def _replace_parts(moments: Any, parts: Iterable[Parameters]) -> Any:
-    """Returns the optimizer's state with `parts` in place of its own parts, in the order of
-    `_parts`. There must be at least as many; all that is no part, like a counter, stays."""
-    new_parts = iter(parts)
+def _replace_moments(optimizer_state: Any, moments: Iterable[Parameters]) -> Any:
+    """Returns the optimizer's state with other moments, in the order of `_moments_of`; there must
+    be at least as many. All that is no moment, like a counter, stays."""
+    new_moments = iter(moments)
 
     def new_node(node: Any) -> Any:
-        return next(new_parts) if _is_part(node) else node
+        return next(new_moments) if _is_moment(node) else node
 
-    return jax.tree.map(new_node, moments, is_leaf=_is_part)
+    return jax.tree.map(new_node, optimizer_state, is_leaf=_is_moment)
 
 
 def _layers_only(blocks: Block) -> Parameters:
@@ -680,11 +690,11 @@ def _layers_only(blocks: Block) -> Parameters:
     return Parameters(None, blocks, None)
 
 
-def _moved(moments: Any, space: Any) -> Any:
-    """Returns the optimizer's state with its moments moved to the memory `space` (a device's or the
+def _move_moments(optimizer_state: Any, space: Any) -> Any:
+    """Returns the optimizer's state with its moments in the memory `space` (a device's or the
     host's); its counters stay on the devices."""
-    moved = [jax.device_put(part, space) for part in _parts(moments)]
-    return _replace_parts(moments, moved)
+    moved = [jax.device_put(moment, space) for moment in _moments_of(optimizer_state)]
+    return _replace_moments(optimizer_state, moved)
 
 
 def _score(model: Model, chunk_elements: int, parameters: Params, batch: LearnerBatch) -> jax.Array:

@@ -216,14 +216,14 @@ class Updater:
         teacher_bonus = self._teacher_bonus(groups, precomputed, metrics)
         use_old = make_objective(self.algorithm).use_old
         old_logprobs = precomputed.old_logprobs if use_old else None
-        trained = 0
+        num_trained = 0
         is_measured = step % ROUTES_MEASURED_EVERY == 0
         for epoch in range(self.algorithm.num_epochs):
-            for members in self._minibatches(len(groups), step, epoch):
-                batches = self._pack(
+            for group_indices in self._minibatches(len(groups), step, epoch):
+                batches = self._pack_update(
                     groups=groups,
                     table=table,
-                    members=members,
+                    group_indices=group_indices,
                     old_logprobs=old_logprobs,
                     ref_logprobs=precomputed.ref_logprobs,
                     teacher_bonus=teacher_bonus,
@@ -238,7 +238,7 @@ class Updater:
                         state,
                         batches,
                         result,
-                        keep=precomputed.old_logprobs is None,
+                        keep_logprobs=precomputed.old_logprobs is None,
                         patience_seconds=patience_seconds,
                         updates_policy=updates_policy,
                     )
@@ -247,17 +247,17 @@ class Updater:
                     state = self._update_critic(
                         self.critic, state, batches, metrics, patience_seconds
                     )
-                trained += sum(batch.num_tokens for batch in batches)
+                num_trained += sum(batch.num_tokens for batch in batches)
                 _record_packing(metrics, batches)
         # The effective sample size of the whole step, (sum w)^2 / (N sum w^2): a mean of the sizes
         # of micro-batches would differ.
         w, count, squares = result.correction
         if count:
             metrics.add("sampler_gap/ess", w**2 / (count * squares))
-        metrics.add("tokens/trained", trained)
+        metrics.add("tokens/trained", num_trained)
         seconds = time.perf_counter() - started
         metrics.add("time/update_seconds", seconds)
-        metrics.add("throughput/train_tokens_per_second", trained, seconds)
+        metrics.add("throughput/train_tokens_per_second", num_trained, seconds)
         return state, result
 
     @property
@@ -293,7 +293,7 @@ class Updater:
         )
 
     def _minibatches(self, count: int, step: int, epoch: int) -> list[np.ndarray]:
-        """Returns the numbers of the groups, from 0 to `count` - 1, in each update of an epoch, one
+        """Returns the indices of the groups, from 0 to `count` - 1, in each update of an epoch, one
         array an update; their lengths differ by 1 at most. With several updates the order is
         shuffled by (seed, step, epoch), so a resumed run repeats it."""
         num_minibatches = self.algorithm.num_minibatches
@@ -304,25 +304,25 @@ class Updater:
             order = np.random.default_rng(key.tolist()).permutation(count)
         return np.array_split(order, num_minibatches)
 
-    def _pack(
+    def _pack_update(
         self,
         groups: Sequence[Group],
         table: StepTable,
-        members: np.ndarray,
+        group_indices: np.ndarray,
         old_logprobs: TokenValues | None,
         ref_logprobs: TokenValues | None,
         teacher_bonus: TokenValues | None,
         step_values: StepValues | None = None,
     ) -> list[MicroBatch]:
-        """Returns the micro-batches of one update, with the weight of each token. `members` are the
-        numbers of the update's groups.
+        """Returns the micro-batches of one update, with the weight of each token. `group_indices`
+        are those of the update's groups.
 
         With `zero_std_groups` "exclude", groups that are left out because nothing gives them a
         gradient do not count in the denominator; else they do. With `mask_truncated`, a truncated
         completion counts as a completion, but none of its tokens does.
         """
         a = self.algorithm
-        included = self._included(table, members)
+        included = self._included(table, group_indices)
         # bool[P, G]: which completions count in the denominator
         counts = np.ones_like(table.valid)
         if a.zero_std_groups == "exclude":
@@ -331,25 +331,25 @@ class Updater:
         if a.mask_truncated:
             lengths = np.where(table.truncated, 0, lengths)
         weights = np.zeros(table.valid.shape)
-        # The denominator is that of the whole mini-batch (`members`), however it is packed into
-        # micro-batches.
-        weights[members] = token_weights(
+        # The denominator is that of the whole mini-batch (`group_indices`), however it is packed
+        # into micro-batches.
+        weights[group_indices] = token_weights(
             AGGREGATIONS[a.aggregation].load(),
-            lengths[members],
-            table.valid[members],
-            counts[members],
+            lengths[group_indices],
+            table.valid[group_indices],
+            counts[group_indices],
             a.aggregation_tokens or self.max_tokens,
         )
-        context_weights = self._context_weights(table, members) if a.context_coef else None
+        context_weights = self._context_weights(table, group_indices) if a.context_coef else None
         advantages = table.advantages
         token_advantages = None
         targets = None
         if step_values is not None:
-            # Those of the table are means, for people.
+            # With a critic each token has its own advantage; the table has only their means.
             advantages = np.zeros_like(advantages)
             token_advantages = step_values.advantages
             targets = step_values.weighted(included)
-        return self._packed(
+        return self._pack(
             groups,
             included,
             advantages=advantages,
@@ -362,11 +362,12 @@ class Updater:
             targets=targets,
         )
 
-    def _packed(
+    def _pack(
         self, groups: Sequence[Group], included: Sequence[int], **values: Any
     ) -> list[MicroBatch]:
-        """Packs the groups numbered in `included` with `values` of their tokens, arguments of
-        `pack`; with teachers each micro-batch has groups of one of them."""
+        """Packs the groups with the indices `included` into micro-batches, with `values` of their
+        tokens, which are arguments of `pack`. With teachers, all groups of a micro-batch have the
+        same teacher."""
         values["shapes"] = self.shapes(groups)
         values["temperature"] = self.temperature
         values["max_support"] = self.max_support
@@ -375,23 +376,23 @@ class Updater:
             return pack(groups, included, **values)
         return self.teachers.pack(groups, included, **values)
 
-    def _context_weights(self, table: StepTable, members: np.ndarray) -> np.ndarray:
-        """Returns the weight of a token of context in an update, float[P, G]: 1 over the number of
-        these tokens in all completions of the update's groups, `members`, that have a loss; 0 for
-        other completions, and for all if there is no such token."""
+    def _context_weights(self, table: StepTable, group_indices: np.ndarray) -> np.ndarray:
+        """Returns the weight of each token of context in an update, float[P, G] by completion: 1
+        over the number of context tokens in the completions of the groups `group_indices` that have
+        a loss. 0 for other completions, and for all if there is no such token."""
         has_loss = np.zeros(table.valid.shape, bool)
-        has_loss[members] = table.valid[members]
+        has_loss[group_indices] = table.valid[group_indices]
         if self.algorithm.mask_truncated:
             has_loss &= ~table.truncated
         num_tokens = table.context_lengths[has_loss].sum()
         return has_loss / max(num_tokens, 1)
 
-    def _included(self, table: StepTable, members: np.ndarray) -> list[int]:
-        """Returns the numbers, out of `members`, of the groups to compute. A group whose advantages
-        are all 0 is left out, unless another term gives it a gradient."""
+    def _included(self, table: StepTable, group_indices: np.ndarray) -> list[int]:
+        """Returns the indices, out of `group_indices`, of the groups to compute. A group whose
+        advantages are all 0 is left out, unless another term gives it a gradient."""
         if needs_all_groups(self.algorithm, self.teachers is not None):
-            return [int(n) for n in members]
-        return [int(n) for n in members if (table.advantages[n] != 0).any()]
+            return [int(n) for n in group_indices]
+        return [int(n) for n in group_indices if (table.advantages[n] != 0).any()]
 
     def _precompute(
         self, state: TrainState, groups: Sequence[Group], table: StepTable
@@ -414,18 +415,18 @@ class Updater:
         # KL in the reward is known.
         zeros = np.zeros_like(table.advantages)
         included = self._included(table, np.arange(len(groups)))
-        batches = self._packed(groups, included, advantages=zeros, weights=zeros)
+        batches = self._pack(groups, included, advantages=zeros, weights=zeros)
         # The recorded experts are those of the policy: other models choose their own.
-        others = [batch.with_own_routes() for batch in batches]
-        of_critic = []
+        reference_batches = [batch.with_own_routes() for batch in batches]
+        critic_batches = []
         if self.critic is not None:
             for batch in batches:
-                of_critic.append(replace(batch, arrays=self.critic.read(batch.arrays)))
+                critic_batches.append(replace(batch, arrays=self.critic.read(batch.arrays)))
         return PrecomputedLogprobs(
             old_logprobs=self._scores(policy, batches),
-            ref_logprobs=self._scores(self.reference, others),
+            ref_logprobs=self._scores(self.reference, reference_batches),
             teacher=self._teacher_scores(teachers, state, batches),
-            values=self._scores(critic, of_critic),
+            values=self._scores(critic, critic_batches),
         )
 
     @property
@@ -530,7 +531,7 @@ class Updater:
         state: TrainState,
         batches: Sequence[MicroBatch],
         result: UpdateResult,
-        keep: bool,
+        keep_logprobs: bool,
         patience_seconds: float,
         updates_policy: bool = True,
     ) -> TrainState:
@@ -538,8 +539,9 @@ class Updater:
         There is at least one micro-batch. The head of a critic that shares the policy's layers is
         updated too; it alone unless `updates_policy`.
 
-        With `keep` the log-probs of the micro-batches, which are from before this update, are
-        stored in `result`. A requested stop waits up to `patience_seconds` before it interrupts.
+        With `keep_logprobs` the log-probs of the micro-batches, which are from before this update,
+        are stored in `result`. A requested stop waits up to `patience_seconds` before it
+        interrupts.
         """
         total = None
         logprobs = []
@@ -552,8 +554,8 @@ class Updater:
             logprobs.append(lp)
         assert total is not None
         if self.critic is not None and self._shares_layers:
-            of_critic = self.critic.sum_of_head(state, total)
-            state = self._apply_to_critic(self.critic, state, of_critic, result.metrics)
+            head_sum = self.critic.sum_of_head(state, total)
+            state = self._apply_to_critic(self.critic, state, head_sum, result.metrics)
         if not updates_policy:
             return state
         # `apply` donates the gradient in `total`, so these are taken out first.
@@ -561,7 +563,7 @@ class Updater:
         sums.pop(VALUES, None)
         maxima = total.maxima
         state, applied = self.learner.apply(state, total)
-        kept_logprobs = logprobs if keep else []
+        kept_logprobs = logprobs if keep_logprobs else []
         # One transfer for all: each separate `float(x)` would wait for the device.
         sums, maxima, applied, values = jax.device_get((sums, maxima, applied, kept_logprobs))
         # These two are no metrics of their own: `update` computes sampler_gap/ess of the whole step
@@ -582,7 +584,7 @@ class Updater:
             result.metrics.add("update/overflows", int(applied.overflow))
         # A skipped update counts in `update/skipped` alone.
         result.metrics.add("update/count", 1 - int(applied.skipped))
-        if keep:
+        if keep_logprobs:
             # `values` are `kept_logprobs` on the host
             result.logprobs |= unpack(batches, values)
         return state

@@ -287,8 +287,8 @@ def check_new_file(path: str | Path, key: str) -> Path:
 
 def check_new_folder(path: str | Path, key: str) -> Path:
     """Returns the local path of a folder to write, the value of `key`; ShoalError if it holds files
-    or cannot be written. Does not create the folder; an empty one is allowed. For an address: the
-    path in the cache, where nothing exists then."""
+    or cannot be written. Does not create the folder; an empty one is allowed. For an address in a
+    bucket: the path in the cache to which the files are written first; nothing exists there yet."""
     local = check_local(path, key, OUTPUTS)
     if is_bucket(path):
         return buckets.check_new(str(path), key)

@@ -121,9 +121,9 @@ def trainer_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> 
 
 
 def sampler_items(config: Config, a: Architecture, roles: Roles, dtype: Any) -> list[Item]:
-    """Returns a list with one item, the sampler's weights that are not the trainer's own arrays,
-    for all versions that are held at the same time; [] if the sampler reads the trainer's arrays.
-    `dtype`: the type of the computation."""
+    """Returns a list with one item: the memory of the sampler's copies of the weights, of all
+    versions that are held at the same time. [] if the sampler reads the trainer's arrays and needs
+    no copies. `dtype`: the type of the computation."""
     sampled = sampled_architecture(config, a)
     masters = param_shapes(trained_specs(a), roles.trainer, jnp.float32)
     frozen = param_shapes(frozen_specs(a), roles.trainer, dtype)
@@ -350,8 +350,9 @@ def activation_bytes(
 
 
 def _mixer_elements(a: Architecture, layer: Layer) -> int:
-    """Returns the values of a token that a kind of layer saves with `model.remat` `attention`: the
-    hidden states after its mixer, and of attention queries, keys and values, and its output."""
+    """Returns how many elements per token a kind of layer saves for the backward pass with
+    model.remat=attention: the hidden state after its mixer and, if that is attention, the queries,
+    keys, values and the attention's output."""
     if layer.mixer != "attention":
         return a.hidden_size
     queries = a.num_heads * a.head_dim_of(layer)

@@ -563,10 +563,10 @@ def completion_record(
     with_token_texts: bool,
     start: int = 0,
 ) -> dict[str, Any]:
-    """Returns a completion as plain data, for an answer of the server: from token `start` (from 0)
-    on its `ids`, `logprobs`, `versions` (of the weights, a number for each token) and `text`
-    (without special tokens); its `stop_reason`; and `message`, the assistant's with the tool calls
-    in it, of these tokens too.
+    """Returns a completion as plain data, for an answer of the server. Of its tokens from index
+    `start` on: `ids`, `logprobs`, `versions` (the version of the weights for each token), `text`
+    (without special tokens) and `message`, the assistant's message with its tool calls. Also its
+    `stop_reason`.
 
     `tools`: schemas of the tools that may be called; empty: calls are not looked for.
     `with_token_texts`: also the text of each token, special ones too, under `tokens`, which is else

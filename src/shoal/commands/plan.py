@@ -322,8 +322,8 @@ def _show_transfers(budget: Budget, console: Console) -> None:
 
 def _show_temporaries(budget: Budget, console: Console) -> None:
     """Prints the SHOWN largest temporary arrays of the program during which a device needs most
-    memory. If its cost was extrapolated, the arrays are those of the deeper program that was
-    compiled, which the heading says. That program must have a cost."""
+    memory; that program must have a cost. If the cost was extrapolated from programs with fewer
+    layers, the arrays are those of the deepest one that was compiled, and the heading says so."""
     program = budget.fullest
     cost = budget.costs[program]
     title = program

@@ -88,8 +88,8 @@ def train(
 def unfinished(config: Config) -> Path | None:
     """Returns the folder of the newest run in the output folder if the configuration could resume
     it: it has the same settings and a checkpoint, and its process ended before its last step. The
-    newest run is the one that was started last; older ones are not looked at. Otherwise, for a
-    bucket, and if that run cannot be read, None."""
+    newest run is the one that was started last; older ones are not tried. None if it could not
+    resume that run or cannot read it, and always if the output folder is a bucket."""
     if is_bucket(config.base_output_directory):
         return None
     try:

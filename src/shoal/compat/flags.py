@@ -104,10 +104,10 @@ def refused(meaning: str, *names: str, accepts: tuple[str, ...] = ()) -> list[Fl
 
 
 def only(meaning: str, *texts: str, names: str) -> list[Flag]:
-    """Returns rows for flags (`names`, separated by spaces) that are errors unless they are left
-    empty (NOTHING) or have one of `texts`, which ask for what happens here anyway. `meaning`: what
-    the error says after the texts. `--name` without a value means true. So `false` is an error too,
-    unless it is one of `texts`."""
+    """Returns rows for flags of which Shoal supports only the values `texts`, which ask for what it
+    does anyway. Any other value is an error, unless it is empty (NOTHING). `names`: the flags,
+    separated by spaces. `meaning`: what the error says after the supported values. A flag without a
+    value counts as true; `false` is an error too unless it is one of `texts`."""
     return [
         Flag(
             name,

@@ -224,15 +224,15 @@ def read_correction(given: FlagTexts) -> KeyValues:
     set. ShoalError for what Shoal does not have."""
     named = last_part(given)
     if to_bool("bypass_mode", named.get("bypass_mode", "false")):
-        head = "algorithm.rollout_correction."
+        prefix = "algorithm.rollout_correction."
         if named.get("loss_type", "ppo_clip") != "ppo_clip":
             raise ShoalError(
-                f"{head}loss_type={named['loss_type']}: expected ppo_clip, the clipped ratio to "
+                f"{prefix}loss_type={named['loss_type']}: expected ppo_clip, the clipped ratio to "
                 "the sampler's log-probs"
             )
         if named.get("rollout_rs", "null").lower() not in flags.NOTHING:
             raise ShoalError(
-                f"{head}rollout_rs={named['rollout_rs']} with bypass_mode=true: it compares the "
+                f"{prefix}rollout_rs={named['rollout_rs']} with bypass_mode=true: it compares the "
                 "weights of each update with the sampler's there, those of the step here; leave "
                 "one of them out"
             )
@@ -261,24 +261,24 @@ def read_rejection(given: FlagTexts) -> KeyValues:
     no rule is given, it is none unless anything else sets it. verl's bounds of k1 are for the
     sampler's probability divided by the trainer's; here they are for the inverse, so they are
     inverted. ShoalError for an unknown rule, or a threshold that does not fit it."""
-    head = "algorithm.rollout_correction.rollout_rs"
-    rule = given.get(head, "null")
-    text = given.get(f"{head}_threshold", "null").strip("'\"")
+    flag = "algorithm.rollout_correction.rollout_rs"
+    rule = given.get(flag, "null")
+    text = given.get(f"{flag}_threshold", "null").strip("'\"")
     if rule.lower() in flags.NOTHING:
-        if head in given:
+        if flag in given:
             return {"algorithm.rejection": "none"}
         return {"algorithm.rejection": Yielding("none", to_all=True)}
     # verl's text for several rules at once is none of these, and so an error.
-    _check_known(head, rule, [known for known in REJECTIONS if known != "none"])
+    _check_known(flag, rule, [known for known in REJECTIONS if known != "none"])
     is_k1 = rule.endswith("k1")
     low, _, high = text.rpartition("_")
     if text.lower() in flags.NOTHING or (low and not is_k1):
         raise ShoalError(
-            f"{head}={rule} needs {head}_threshold: a number, or low_high with k1 (given: {text})"
+            f"{flag}={rule} needs {flag}_threshold: a number, or low_high with k1 (given: {text})"
         )
-    bounds = [to_float(f"{head}_threshold", bound) for bound in (low, high) if bound]
+    bounds = [to_float(f"{flag}_threshold", bound) for bound in (low, high) if bound]
     if min(bounds) <= 0:
-        raise ShoalError(f"{head}_threshold={text}: expected numbers above 0")
+        raise ShoalError(f"{flag}_threshold={text}: expected numbers above 0")
     if not is_k1:
         cap = bounds[-1]
         floor = "-1"  # the default; only k1 reads it

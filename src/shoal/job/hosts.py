@@ -776,8 +776,8 @@ def sampling_engine_maker(
     # The number of slots does not depend on how many prompts there are. Another number of rows is
     # another program, whose last bits differ on some processors, and an answer must not depend on
     # how many others were requested. Only an evaluation gets fewer slots if it has fewer
-    # completions, because its questions are fixed by its data.
-    # math.inf: as if completions without end were requested at the same time
+    # completions, because its questions are fixed by its data. So math.inf stands for the number of
+    # completions that are requested at the same time.
     plan = plan_slots(sampling, model, slots, group_size, math.inf)
     return engine_maker(model, tokenizer, sampling, plan, group_size, truncated=truncated)
 

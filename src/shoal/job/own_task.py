@@ -40,11 +40,11 @@ model answers."""
 def config_for_eval_of_run(
     config: EvalConfig, resolved: Resolved, has_functions: bool = False, has_rows: bool = False
 ) -> tuple[EvalConfig, Resolved]:
-    """Returns the configuration, and where its values come from, with the task, rewards,
-    environment and lengths of the run in `model.path` as defaults: the user's own keys come before
-    them. If another task is named, only the lengths and settings of sampling are those of the run
-    (`_with_answers_as`). A note that says so becomes the first of the second's `notes`. Returns
-    both unchanged if the model is no run, or if stored responses are scored.
+    """Returns (configuration, where its values come from) with the task, rewards, environment and
+    lengths of the run in `model.path` as defaults: the user's own keys have precedence over them.
+    If the user names another task, only the lengths and settings of sampling are those of the run
+    (`_with_answers_as`). A note that tells the user so is put first in `Resolved.notes`. Returns
+    the arguments unchanged if the model is no run, or if stored responses are scored.
     `has_functions`, `has_rows`: True if reward functions, or rows, were passed from Python.
     ShoalError if the run used Python objects that are not given again."""
     path = config.model.path

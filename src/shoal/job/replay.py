@@ -577,8 +577,8 @@ def sample_turns(engine: Engine, sampled_as: SampleRequest, group: Group) -> lis
                     break
             rest = stored.loss_mask[stop:]  # False at tokens of context
             if sampled.waits and is_equal and next_prompt is None and len(rest):
-                # In the record, tokens that tools or the environment said to the model follow.
-                # the tokens before the next sampled one
+                # In the record a tool's or the environment's answer follows: the tokens before the
+                # next sampled one.
                 context = stored.token_ids[stop : stop + int((~rest).cumprod().sum())]
                 # The next turn begins after this context.
                 turn_limit = _turn_limit(stored, stop + len(context), engine.eos_ids)

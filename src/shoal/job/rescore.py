@@ -709,10 +709,12 @@ def find_examples(
 
 
 def example_keys(example: Example, column: str) -> list[Key]:
-    """Returns the keys by which responses find this example: that of its question in `column`, or
-    of its prompt; for a dialogue those of the whole conversation and of its last message, of which
-    the key says whether it is the only one besides system messages. `column`: the task's column
-    with the question; if it is text, nothing else is used."""
+    """Returns the keys by which responses are matched with this example.
+
+    If `column`, the task's column with the question, holds text: the key of that text alone. Else
+    that of the prompt if it is text; for a prompt of messages two keys: of the whole conversation,
+    and of the last message. The latter also says whether it is the only message, system messages
+    not counted."""
     own = example.columns.get(column)
     prompt = example.prompt
     if isinstance(own, str):
@@ -849,8 +851,8 @@ def add_rewards(
             texts.append([response.text])
             questions.append(example)
             scored.append(verdict)
-    # The token ids of answers that were made elsewhere are not known.
-    # one group of one completion without tokens for each response
+    # One group of one completion for each response, without tokens: those of answers that were
+    # sampled elsewhere are not known.
     no_ids: list[list[list[int]]] = [[[]]] * len(texts)
 
     def report(done: int, total: int) -> None:

@@ -645,6 +645,7 @@ def _for_value_heads_forward(x: jax.Array, share: int) -> tuple[jax.Array, None]
 
 
 def _for_value_heads_backward(share: int, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    """Sums the gradient[R, h, g, ..] over the g = `share` value heads of a key head."""
     total = gradient[:, :, 0]
     for number in range(1, share):
         total = total + gradient[:, :, number]

@@ -145,6 +145,7 @@ def _llama(entries: Entries, common: Architecture) -> Architecture:
 
 
 def _llama_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json that `_llama` reads."""
     return {"attention_bias": a.qkv_bias, "mlp_bias": a.mlp_bias}
 
 
@@ -158,6 +159,7 @@ def _mistral(entries: Entries, common: Architecture) -> Architecture:
 
 
 def _mistral_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json that `_mistral` reads."""
     return {"sliding_window": largest_window(a)}
 
 
@@ -192,6 +194,7 @@ def _qwen_windows(entries: Entries, common: Architecture) -> Architecture:
 
 
 def _qwen_window_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json for windows, as Qwen2 and later ones have them."""
     window = largest_window(a)
     if not window:
         return {"use_sliding_window": False}
@@ -223,6 +226,7 @@ def _qwen3(entries: Entries, common: Architecture) -> Architecture:
 
 
 def _qwen3_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json that `_qwen3` reads."""
     return {"attention_bias": a.qkv_bias, **_qwen_window_entries(a)}
 
 
@@ -269,6 +273,7 @@ _DELTA_NET = Layer(mixer="delta_net")
 
 
 def _qwen3_5_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json that `_qwen3_5` reads."""
     sizes = a.delta_net_sizes
     types = []
     for layer in a.layers_in_order:
@@ -349,6 +354,7 @@ def _gemma3_window_rotary(entries: Entries) -> Rotary:
 
 
 def _gemma3_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json that `_gemma3` reads."""
     of_windows = [a.rotary_of(layer) for layer in a.kinds if layer.window]
     # Without the last digits of the two roots; as a whole number, if it is one.
     scalar = round(a.query_scale**-2, 9) if a.query_scale else float(a.head_dim)
@@ -445,6 +451,7 @@ def _qwen3_moe(entries: Entries, common: Architecture) -> Architecture:
 
 
 def _qwen3_moe_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json that `_qwen3_moe` reads."""
     without_experts = []
     for number, layer in enumerate(a.layers_in_order):
         if layer.feed_forward == "mlp":
@@ -489,6 +496,7 @@ def _qwen3_5_moe(entries: Entries, common: Architecture) -> Architecture:
 
 
 def _qwen3_5_moe_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json that `_qwen3_5_moe` reads."""
     return {
         **_qwen3_5_entries(a),
         **expert_entries(a),
@@ -535,6 +543,7 @@ def _gpt_oss(entries: Entries, common: Architecture) -> Architecture:
 
 
 def _gpt_oss_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json that `_gpt_oss` reads."""
     sizes = a.expert_sizes
     entries = {
         "attention_bias": a.qkv_bias,
@@ -588,6 +597,7 @@ def _mixtral(entries: Entries, common: Architecture) -> Architecture:
 
 
 def _mixtral_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json that `_mixtral` reads."""
     sizes = a.expert_sizes
     return {
         **_mistral_entries(a),
@@ -710,6 +720,7 @@ def _gemma4_layer(entries: Entries, common: Architecture, number: int, kind: str
 
 
 def _gemma4_entries(a: Architecture) -> dict[str, Any]:
+    """Returns the entries of config.json that `_gemma4` reads."""
     shared = [layer for layer in a.layers_in_order if layer.keys_of is not None]
     full = [layer for layer in a.kinds if not layer.window]
     rope = {}

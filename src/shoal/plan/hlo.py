@@ -532,8 +532,8 @@ class _Visit:
     `kernel_share`: like in `Module.costs`."""
 
     def __init__(self, module: Module, memory_rate: float, kernel_share: float) -> None:
-        """Begins with empty `costs`. `memory_rate`: bytes a cycle of a TPU's memory, with which
-        waits for copies are counted; 0: they are not."""
+        """Begins with empty `costs`. `memory_rate`: bytes that a TPU's memory moves in a cycle,
+        from which the waits for copies are computed; 0: they are not counted."""
         self.module = module
         self.memory_rate = memory_rate
         self.kernel_share = kernel_share

@@ -107,10 +107,10 @@ class WandbSink:
 
 
 def load(section: WandbSection) -> tuple[Any, str]:
-    """Returns (package `wandb`, mode). The mode is "online" if the section's mode is "online", or
-    "auto" and there is a login, else "offline"; "off" is not for this function. Begins no run, and
-    asks for no login. ShoalError if the package is not installed, if "online" was asked for without
-    a login, or if the login cannot be checked."""
+    """Returns (package `wandb`, mode) for a section whose mode is not "off". The returned mode is
+    "online" if the section's is "online", or if it is "auto" and there is a login; else "offline".
+    Begins no run, and asks for no login. ShoalError if the package is not installed, if "online"
+    was asked for without a login, or if the login cannot be checked."""
     try:
         with _no_error_reports(section):
             import wandb

@@ -747,8 +747,8 @@ def _named_values(batch: Batch) -> Iterator[tuple[str, Any]]:
 
 
 def _unpickled(body: bytes) -> Batch | CallResult:
-    """Returns the batch that `pickled_batch` made bytes of. Returns a failed `CallResult` if the
-    bytes cannot be unpickled in this process. Its kind is WRONG, which ends the run."""
+    """Returns the batch from the bytes that `pickled_batch` returned. If they cannot be unpickled
+    in this process: a failed `CallResult` of the kind WRONG, which ends the run."""
     try:
         return ForkingPickler.loads(body)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception as error:

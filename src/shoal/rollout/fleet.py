@@ -587,14 +587,13 @@ class Fleet:
         if not waiting:
             return
         unsampled = (GroupState.WAITING, GroupState.RUNNING)
-        # for the groups that still need a host: True of training, False of an evaluation
-        are_training = {
-            entry.request.purpose is Purpose.TRAIN
+        purposes = {
+            entry.request.purpose
             for entry in self.ledger.entries.values()
             if entry.state in unsampled
         }
-        # training's groups and others both need a host, so each host is shared between them
-        is_shared = len(are_training) > 1
+        # Groups of training and of an evaluation both need a host, so they share each host.
+        is_shared = len(purposes) > 1
         step_seconds = {name: member.step_seconds() for name, member in self.members.items()}
         # 0 is a host whose speed is not known yet. If none is known, any number does: only
         # completions count then.
@@ -765,8 +764,8 @@ class Fleet:
         self.on_progress(f"{request.subset}, {mode}", num_done, num_groups)
 
     def _drop_unneeded_versions(self) -> None:
-        """Drops the stored versions that are older than `keep_from`, so that no later request may
-        name them, except those that a pending request with `exact` names."""
+        """Drops the stored versions older than `keep_from`, which no later request may name; keeps
+        those that a pending request names as `exact`."""
         needed = {
             entry.request.version for entry in self.ledger.entries.values() if entry.request.exact
         }

@@ -112,8 +112,7 @@ class MultiProcessSource:
         for dealt_purpose, dealt_step in list(self.num_dealt):
             if dealt_step < step:
                 del self.num_dealt[dealt_purpose, dealt_step]
-        # Each process returns its groups in the order of its requests.
-        # one iterator for each process
+        # For each process an iterator of its groups, which are in the order of its requests.
         groups_left = [iter(share.groups) for share in shares]
         groups = []
         for request, process in wanted:

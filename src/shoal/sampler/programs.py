@@ -552,9 +552,9 @@ def _by_replica(step: Callable, model: Model, out: Any, weights: Any, **by_row: 
 
 def empty_batch(positions: int, siblings: int, bucket: int) -> dict[str, Any]:
     """Returns the arguments of `_prefill` for prompts of `bucket` tokens (0: of `_join`) as NumPy
-    arrays with all positions unused. The caller fills positions in. `positions`: R, rows that the
-    step can fill; `siblings`: W. Keys: `new_rows`; of a prefill also `tokens` and `length`, of a
-    join `sources`."""
+    arrays in which all positions are unused; the caller fills them. `positions`: R, how many rows
+    the step can fill. `siblings`: W. The keys are `new_rows` and, for a prefill, `tokens` and
+    `length`, for a join `sources`."""
     new_rows = NewRows(
         rows=np.full(positions, OUT_OF_RANGE_ROW, np.int32),
         limit=np.zeros((positions, siblings), np.int32),

@@ -133,25 +133,26 @@ def sampling_logprobs(logits: jax.Array, params: SamplingArrays) -> jax.Array:
 
 def _most_likely(masses: jax.Array, count: int, role: Role | None) -> tuple[jax.Array, jax.Array]:
     """Returns the `count` largest of masses[N, V] in each row, in descending order, and their
-    tokens, both [N, count]; among equals the first. If `role` splits V over devices, each device
-    finds its own largest, and only these are exchanged."""
+    tokens, both [N, count]. Of equal masses the first comes first. If `role` splits V over devices,
+    each device finds its own largest, and only these are exchanged."""
     if role is None or role.tensor == 1:
         return jax.lax.top_k(masses, count)
-    each = masses.shape[-1] // role.tensor
+    shard_size = masses.shape[-1] // role.tensor
+    num_candidates = min(count, shard_size)  # of each device
     # Without shard_map the partitioner would gather the masses.
     split = PartitionSpec(None, "tensor")
     largest, tokens = jax.shard_map(
-        partial(jax.lax.top_k, k=min(count, each)),
+        partial(jax.lax.top_k, k=num_candidates),
         mesh=role.mesh,
         in_specs=split,
         out_specs=split,
         axis_names={"tensor"},
         check_vma=False,
     )(masses)
-    # from each device's own numbers to those of the whole vocabulary
-    tokens += jnp.repeat(each * jnp.arange(role.tensor), min(count, each))
-    largest, place = jax.lax.top_k(role.constrain(largest, None, None), count)
-    return largest, jnp.take_along_axis(role.constrain(tokens, None, None), place, -1)
+    # from indices within each device's shard to those of the whole vocabulary
+    tokens += jnp.repeat(shard_size * jnp.arange(role.tensor), num_candidates)
+    largest, index = jax.lax.top_k(role.constrain(largest, None, None), count)
+    return largest, jnp.take_along_axis(role.constrain(tokens, None, None), index, -1)
 
 
 def inverse(

@@ -75,9 +75,9 @@ def load(task: TaskSection) -> Task:
     """Loads the task; `task.path` is a file, a folder, a hub id, or "" for all problems on the hub.
     `task.subset` is a release (`release_v5`) or a part of one (`v6`, `v4_v5`).
 
-    In an evaluation all rows are evaluated on; for training, of a single split every tenth row is
-    held out. Raises `ShoalError` for data that is missing or unreadable, an unknown release, a row
-    whose tests cannot be read, and if sandboxes do not work on this machine.
+    `shoal eval` asks all rows. For training, if there is a single split, every tenth row is held
+    out. Raises `ShoalError` for data that is missing or unreadable, an unknown release, a row whose
+    tests cannot be read, and if sandboxes do not work on this machine.
     """
     require_sandbox()
     splits = read_splits(with_release(task), PUBLISHED, _make, spread=True)

@@ -219,8 +219,8 @@ def _keys_of_turn(
 
 
 def _split_blocks(tree: Any, at_once: int) -> Any:
-    """Groups the N blocks of each array in a tree by `at_once`, a divisor of N: [N, ...] -> [N /
-    at_once, at_once, ...]."""
+    """Puts the N blocks of each array in a tree into groups of `at_once`, a divisor of N: [N, ...]
+    -> [N / at_once, at_once, ...]."""
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape((-1, at_once, *x.shape[1:]))

@@ -87,9 +87,10 @@ def keys_at_once(platform: str, keys: int) -> int:
 
 
 def cache_size(tokens: int, platform: str, parts: int = 1) -> int:
-    """Returns how many keys a cache has room for that must hold `tokens` tokens: whole pages on a
-    TPU; else as few blocks of at most `keys_at_once` keys as possible, all of the same size, in
-    each of `parts` parts (`Model.key_parts`).
+    """Returns the capacity, in keys, of a cache that must hold at least `tokens` tokens.
+
+    On a TPU: whole pages. Elsewhere: as few blocks of at most `keys_at_once` keys as possible, all
+    of the same size, in each of `parts` parts (`Model.key_parts`).
 
     >>> cache_size(200, "cpu"), cache_size(320, "gpu")
     (256, 320)
@@ -709,8 +710,8 @@ class PagedCache(Cache):
     ) -> Self:
         """Writes the key and value [N, W, K, A] of the token at position[N, W] of each slot to its
         page; those of slots that are not live[N, W] are dropped. pages[N, W, T]: the page table."""
-        # Slots that sample nothing write past the end, each to another place: XLA compiles a
-        # scatter whose places might coincide to a loop.
+        # Slots that sample nothing write past the end, each to a different page: XLA compiles a
+        # scatter whose indices might coincide to a loop.
         num_pages = len(self.own_kv)
         past_end = num_pages + jnp.arange(live.size, dtype=jnp.int32).reshape(live.shape)
         page = jnp.take_along_axis(pages, position[..., None] // PAGE, 2)

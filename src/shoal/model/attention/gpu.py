@@ -325,8 +325,8 @@ def _key_kernel(
     key = blocks.own.at(number)
 
     def add(turn: jax.Array, carry: tuple) -> tuple:
-        """Adds the gradients that a block of queries, in one head, gives to keys and values. `turn`
-        counts the pairs of a block of queries and a query head."""
+        """Adds to `carry`, the gradients (d_k, d_v), what one block of queries of one query head
+        contributes. `turn` is the index of this pair (block, head): heads vary fastest."""
         d_k, d_v = carry
         # One loop over blocks and heads, because Triton loads ahead in innermost loops only.
         other = blocks.lists[number, jax.lax.div(turn, share)]

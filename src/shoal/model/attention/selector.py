@@ -400,9 +400,10 @@ def _find_reads(
     size = segment.shape[1]
 
     def find(tokens: tuple[jax.Array, ...], _: None) -> Any:
-        """Finds what each token reads, on one device, whose queries may be a part of each row."""
-        whole = [_whole(role, of_tokens) for of_tokens in tokens]
-        key = Tokens.of(*whole)
+        """Finds which tokens each query of one device reads. The keys are those of whole rows; with
+        context parallelism the queries are the device's part of each row."""
+        whole_rows = [_whole(role, array) for array in tokens]
+        key = Tokens.of(*whole_rows)
         query = key
         if role.context > 1:
             first = jax.lax.axis_index("context") * size
@@ -447,8 +448,9 @@ def _on_each_device(role: Role, function: Callable, own: tuple[jax.Array, ...], 
 
 
 def decode_kernel_refusal(model: Model, layer: Layer | None = None) -> str:
-    """Returns why decoding's kernel for the model's devices cannot compute a kind of layer, without
-    one the model's first kind with attention; "" if it can. Always a reason on a CPU."""
+    """Returns why the decoding kernel for the model's devices cannot compute a kind of layer; "" if
+    it can. Always a reason on a CPU. `layer`: the kind; None: the model's first one with
+    attention."""
     a = model.architecture
     layer = layer or first_attention(a)
     platform = model.role.platform

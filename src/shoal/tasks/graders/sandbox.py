@@ -45,9 +45,10 @@ _CASE = {
 
 @functools.cache
 def command() -> list[str]:
-    """Returns the command that starts a sandbox which runs `sandbox_main.py`. It reads a case with
-    a seal, as JSON, from its standard input, and prints outcome and seal. The list is cached: it
-    must not be changed."""
+    """Returns the command that starts a sandbox which runs `sandbox_main.py`. It reads a case, as
+    JSON, from its standard input, and prints the outcome. The case has a seal, a secret that is
+    printed with the outcome, so that the tested code cannot print an outcome itself. The list is
+    cached: it must not be changed."""
     python = os.path.realpath(sys.executable)
     # Code could read the environment of the sandbox's first process, so `run` starts it with an
     # empty one.

@@ -686,10 +686,10 @@ def check_writable(url: str, key: str) -> None:
     """Raises ShoalError unless an object can be written next to an address; writes a small one to
     find out, and removes it. `key`: the setting whose value `url` is, for messages."""
     fs, path = connect(url, key)
-    beside = path.rstrip("/")
-    if "/" not in beside.strip("/"):  # a bucket's root: an object beside it would be in no bucket
-        beside += "/"
-    probe = f"{beside}.shoal-{os.getpid()}-{time.time_ns()}"
+    start = path.rstrip("/")
+    if "/" not in start.strip("/"):  # a bucket's root: an object next to it would be in no bucket
+        start += "/"
+    probe = f"{start}.shoal-{os.getpid()}-{time.time_ns()}"
     with_retries(partial(fs.pipe_file, probe, b"-"), url, key)
     with_retries(partial(remove, fs, probe), url, key)
 

@@ -452,7 +452,7 @@ def teacher_update_bytes(
 
 DELTA_NET_ARRAYS = {"cpu": 44, "gpu": 30, "tpu": 29}
 """So many float32 arrays as wide as a delta net's values are on a device while its layer is
-computed backward, with the MLP beside it, by platform. By the compilers' account of heads of 128
+computed backward, with the MLP next to it, by platform. By the compilers' account of heads of 128
 the delta net alone has 22 on an H200 and 23 on a v6e, in bfloat16, and 10 on a CPU, in float32,
 where a narrow model has 43 with all else."""
 

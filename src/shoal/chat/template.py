@@ -82,7 +82,7 @@ def variables_read(template: str) -> set[str]:
 
 
 def _sandbox(date: datetime | None) -> TemplateSandbox:
-    """Returns a sandbox with what chat templates may call beside Jinja's own; `date` as in
+    """Returns a sandbox with what chat templates may call besides Jinja's own; `date` as in
     `compile_template`."""
 
     def strftime_now(format: str) -> str:

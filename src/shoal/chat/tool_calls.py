@@ -419,7 +419,7 @@ def _typed(value: Any, schema: Mapping[str, Any]) -> Any:
     """Converts an argument that came as text to a type that the tool's schema allows: `"2"` -> 2
     for `{"type": "integer"}`. Unchanged are any other argument, a text that is no such value, and
     every text if the schema names no type but `string`; `"2"` becomes 2 even if `string` is allowed
-    beside `integer`. A whole number like `2.0` becomes 2 if `integer` is allowed. True, False and
+    besides `integer`. A whole number like `2.0` becomes 2 if `integer` is allowed. True, False and
     None may be written like in Python. Of several values in the text the first counts."""
     if not isinstance(value, str):
         return value

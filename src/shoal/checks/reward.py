@@ -182,8 +182,8 @@ def gold_of(example: Example) -> str | None:
 
 
 def worked_solution(example: Example, gold: str) -> str:
-    """Returns the reasoning that the data has for an example: what stands in `<reasoning>` or
-    before `####` in its column `solution` or `answer`. "" if there is none beside `gold`, the right
+    """Returns the reasoning that the data has for an example: the text in `<reasoning>` or before
+    `####` in its column `solution` or `answer`. "" if there is none besides `gold`, the right
     answer."""
     text = str(example.columns.get("solution") or example.columns.get("answer") or "")
     reasoning = re.search(r"<reasoning>(.*?)</reasoning>", text, re.DOTALL)

@@ -310,7 +310,7 @@ def algorithm_warnings(config: Config) -> Iterator[tuple[str, str]]:
             and has_own_check,
             "algorithm.dynamic_sampling_by",
             f"dynamic sampling keeps groups that the check of task={config.task.name} finds partly "
-            "right, unless reward.functions log `acc` beside their score; "
+            "right, unless reward.functions log `acc` next to their score; "
             "algorithm.dynamic_sampling_by=reward uses what they return",
         ),
         (

@@ -1,7 +1,7 @@
 """`shoal convert`: converts a checkpoint of Hugging Face or Shoal to MaxText's layout, and back.
 
 Values are copied piece by piece. On the way back, one tensor of all layers at a time is in a
-temporary file beside the target, because a piece of a MaxText checkpoint may hold a part of every
+temporary file next to the target, because a piece of a MaxText checkpoint may hold a part of every
 layer, and each piece is decompressed once. A checkpoint of Shoal's own is read whole."""
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def generate(config: GenerateConfig, console: Console | None = None) -> dict[str
         )
         console.note(f"prompts: {encoding_text(prompts, tokenizer, bool(config.model.template))}")
         engine = job.engine_maker()(Purpose.GENERATE, size)
-        # Version 0. delete_source: the weights as loaded are not needed beside the sampler's copy.
+        # Version 0. delete_source: the weights as loaded are not needed besides the sampler's copy.
         engine.load(0, publish_to(job.model, job.load_weights(), delete_source=True))
         requests = []
         for prompt in prompts:

@@ -443,8 +443,8 @@ def record(budget: Budget) -> dict[str, Any]:
 
 def job_record(budget: Budget) -> dict[str, Any]:
     """Returns what is known of a planned job before anything is compiled, for JSON. Sizes are in
-    bytes of one device. The speeds of `DeviceRates`, each under its own name beside the others, are
-    left out if the kind of devices is unknown."""
+    bytes of one device. The speeds of `DeviceRates`, each under its own name next to the others,
+    are left out if the kind of devices is unknown."""
     step = _planned(budget)
     job = {
         "model": asdict(budget.model),

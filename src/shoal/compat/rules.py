@@ -1092,9 +1092,9 @@ VERL_TRUNCATIONS = ("error", "left", "right", "middle")
 def verl_long_prompts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts what verl does with prompts over the limit to sampling.long_prompts: with
     filter_overlong_prompts they are dropped, whatever truncation says. Else they are an error,
-    because a prompt is never cut here, unless sampling.long_prompts=drop is set beside truncation:
-    a script that names a side to cut runs if no prompt is too long. ShoalError for an unknown
-    side."""
+    because a prompt is never cut here, unless sampling.long_prompts=drop is set together with
+    truncation: a script that names a side to cut runs if no prompt is too long. ShoalError for an
+    unknown side."""
     filtering, cutting = "data.filter_overlong_prompts", "data.truncation"
     side = given.get(cutting, "error").strip("'")
     value_of_option(cutting, side, dict.fromkeys(VERL_TRUNCATIONS))

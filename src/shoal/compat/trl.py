@@ -311,7 +311,7 @@ _PLAIN_IN_PEFT = {
     "bias": (),
     "init_lora_weights": ("true",),
 }
-"""Further field of LoraConfig -> its texts that ask for plain LoRA, in lower case, beside OFF."""
+"""Further field of LoraConfig -> its texts that ask for plain LoRA, in lower case, besides OFF."""
 
 _IDLE_IN_PEFT = (
     "auto_mapping",

@@ -188,10 +188,10 @@ def _fields_of_arguments(arguments: Any) -> dict[str, Any]:
     are not those of `recipe=trl`, and a field that equals one would be lost.
 
     `num_train_epochs` is always among them: whoever gives no number of steps expects the epochs of
-    TRL. `max_steps`, or `steps` beside `args`, goes before it.
+    TRL. `max_steps`, or `steps` together with `args`, goes before it.
 
     The class itself sets some fields from others; those are left out, because Shoal's rules compute
-    the same from the others: `generation_batch_size`, which TRL always sets beside
+    the same from the others: `generation_batch_size`, which TRL always sets together with
     `steps_per_generation`, that one if it equals `gradient_accumulation_steps`, as it does by
     default, a `run_name` that is the output folder, the older of two names of one field (RENAMED),
     and what follows from another field (FOLLOWS)."""

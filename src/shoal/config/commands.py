@@ -51,9 +51,9 @@ class EvalConfig:
     batch: int = 128
     """Completions sampled at once on each device."""
     pass_k: int = -1
-    """Completions of each question for pass@k, beside the greedy answers; 0 for off, -1: 8 if the
-    task says which answers are right, else 0. Not used with evaluation.temperature, whose answers
-    give pass@k themselves."""
+    """Completions of each question for pass@k, in addition to the greedy answers; 0 for off, -1: 8
+    if the task says which answers are right, else 0. Not used with evaluation.temperature, whose
+    answers give pass@k themselves."""
     model: ModelSection = field(default_factory=ModelSection)
     task: TaskSection = field(default_factory=TaskSection)
     reward: RewardSection = field(default_factory=RewardSection)

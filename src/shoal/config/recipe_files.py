@@ -12,7 +12,8 @@
       measured: {command, date, cpu, versions, parameters, weights}
       unmeasured: ...           instead of the two: why there is no band, and what others reached
 
-Not the key `recipe`, which names the defaults of another system, and can be given beside one."""
+Not the key `recipe`, which names the defaults of another system, and can be given together with
+one."""
 
 from __future__ import annotations
 

@@ -398,7 +398,7 @@ class Config:
 
     @property
     def pass_k(self) -> int:
-        """Returns how many completions are sampled of each question for pass@k beside its greedy
+        """Returns how many completions are sampled of each question for pass@k besides its greedy
         answer, 0 for none; by default 8 for word problems, which are quick, and 0 for other tasks.
         Answers that are sampled (evaluation.temperature) give pass@k themselves."""
         if not self.evaluation.is_greedy:

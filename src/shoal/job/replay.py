@@ -448,7 +448,7 @@ class Replayer:
         evaluation = self.config.evaluation
         if self.group.purpose is not Purpose.EVALUATE:
             return params
-        # Samples for pass@k, beside greedy answers, have the settings of training.
+        # Samples for pass@k, besides greedy answers, have the settings of training.
         if evaluation.is_greedy and self.group.size > 1:
             return params
         return evaluation.params(params)

@@ -206,7 +206,7 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
 
 
 def _check_inputs(config: Config, changed: Sequence[str]) -> None:
-    """Raises ShoalError if the model or the task that a command names beside the name of an
+    """Raises ShoalError if the model or the task that a command names besides the name of an
     existing run is not there or cannot be read: this is what the user mends first, under any name.
     `changed`: the keys whose values are not the run's."""
     if "model.path" in changed:

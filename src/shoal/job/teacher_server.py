@@ -147,7 +147,7 @@ class TeacherServer:
         with reading(COMPLETE, {"prompt_logprobs": named_tokens[start : start + 1]}):
             for place in range(start, len(ids)):
                 by_id = _logprobs_by_id(named_tokens[place], self.vocab_size)
-                # The token itself comes beside the likeliest, unless it is one of them.
+                # The token itself comes in addition to the likeliest, unless it is one of them.
                 likeliest = sorted(by_id, key=lambda id: -by_id[id])[: self.top_k]
                 if len(likeliest) < self.top_k:
                     raise ValueError(f"{len(likeliest)} tokens in a place, not {self.top_k}")

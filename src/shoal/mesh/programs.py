@@ -37,7 +37,7 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "xla_tpu_prefer_async_allgather_to_allreduce": True,
     },
     # Products of one input are not joined: for that the weights of q, k and v (of a small model
-    # also gate and up) would be copied beside each other, in decoding at every token.
+    # also gate and up) would be copied next to each other, in decoding at every token.
     "gpu": {"xla_gpu_dot_merger_threshold_mb": 0},
     # As JAX names them. Beyond four chips XLA's defaults sum gradients by an all-reduce, since that
     # uses all dimensions of the torus: twice the bytes, and each gradient whole on each chip (70B

@@ -94,7 +94,7 @@ class Experts:
     intermediate_size: int  # F of one expert
     # True: the weights of a token's experts sum up to 1.
     normalise: bool = True
-    # F of an expert that every token has beside the chosen ones; 0: none. Its output is multiplied
+    # F of an expert that every token has besides the chosen ones; 0: none. Its output is multiplied
     # by a gate, the sigmoid of a product with the token.
     shared_size: int = 0
     router_bias: bool = False

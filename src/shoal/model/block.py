@@ -87,7 +87,7 @@ class PromptKeys(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What each layer gets beside x, a tree of arrays of all L layers; of one layer without the
+    """What each layer gets besides x, a tree of arrays of all L layers; of one layer without the
     first dimension. None is what the model's layers do not get."""
 
     embedding: Any = None  # [L, R, T, P]: of `layer_embeddings`

@@ -222,7 +222,7 @@ def split_product(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Splits heads[R, T, (H + 2 K) A], the product with the joined weight of `products_joined` in a
     kind of layer, into q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A]. With an output gate, whose
-    columns stand beside each query's, heads are [R, T, (2 H + 2 K) A] and q [R, T, H, 2 A]."""
+    columns are next to each query's, heads are [R, T, (2 H + 2 K) A] and q [R, T, H, 2 A]."""
     a = model.architecture
     rows, size, _ = heads.shape
     head_dim = a.head_dim_of(layer)

@@ -86,7 +86,7 @@ the type has them. ShoalError if a number that it needs is missing."""
 
 def rope_entries(entries: Entries, layer_type: str = "full_attention") -> Entries:
     """Returns the entries, with those about the rotary positions of one type of layer as if they
-    stood beside the others: `rope_type`, `rope_theta`, `factor` and so on.
+    stood next to the others: `rope_type`, `rope_theta`, `factor` and so on.
 
     `rope_scaling` is written by transformers 4, `rope_parameters` by 5, which may write one for
     each type of layer. A file with both means the first, as in transformers. Older files say `type`

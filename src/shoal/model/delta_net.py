@@ -394,7 +394,7 @@ class _OfStates(NamedTuple):
     """What the states of n chunks are computed with, besides values and rates. n stands in front of
     each; products with states are with all K of a head, which stand below each other."""
 
-    keys: jax.Array  # [R, h, c, K dk]: a key beside the state that it reads, else zeros
+    keys: jax.Array  # [R, h, c, K dk]: a key next to the state that it reads, else zeros
     # [R, h, g, c, K dk]: a key for each state, decayed until the token whose state that becomes
     writers: jax.Array
     system: jax.Array  # float32[R, h, g, c, c]: what each key reads of them, times the rate

@@ -435,8 +435,8 @@ def expert_entries(a: Architecture) -> dict[str, Any]:
 
 
 def _qwen3_moe(entries: Entries, common: Architecture) -> Architecture:
-    """Adds what Qwen3 with experts has beside Qwen3: layers with experts in place of an MLP, all of
-    them unless the file says which not, and a window on all layers or on none."""
+    """Adds what Qwen3 with experts has in addition to Qwen3: layers with experts in place of an
+    MLP, all of them unless the file says which not, and a window on all layers or on none."""
     a = replace(_attention_bias(entries, common), qk_norm=True)
     window = entries.size("sliding_window") if entries.is_set("use_sliding_window") else 0
     step = entries.size("decoder_sparse_step")
@@ -484,8 +484,8 @@ QWEN3_MOE = Family(
 
 
 def _qwen3_5_moe(entries: Entries, common: Architecture) -> Architecture:
-    """Adds what Qwen3.5 with experts has beside Qwen3.5: experts in all layers, one of which every
-    token has."""
+    """Adds what Qwen3.5 with experts has in addition to Qwen3.5: experts in all layers, one of
+    which every token has."""
     a = _qwen3_5(entries, common)
     experts = experts_of(entries, normalise=True)
     if experts is None:
@@ -626,7 +626,7 @@ MIXTRAL = Family(
 def _gemma4(entries: Entries, common: Architecture) -> Architecture:
     """Adds what Gemma 4 has: Gemma 3's norms, with weights as they are, and norms on values; layers
     without a window that have heads and rotary positions of their own; last layers that read the
-    keys of earlier ones; embeddings of layers; experts beside the MLP of each layer."""
+    keys of earlier ones; embeddings of layers; experts next to the MLP of each layer."""
 
     types = layer_types(entries, common.num_layers, lambda number: (number + 1) % 6 == 0)
     types = [*types[:-1], "full_attention"]  # the last layer, whatever the entry says

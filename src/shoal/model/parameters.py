@@ -55,7 +55,7 @@ class LayerInputWeights:
 @dataclass(frozen=True)
 class ExpertWeights:
     """Parameters of a feed-forward part with experts, of one layer or stacked. What every token has
-    beside the chosen experts are the block's own gate, up and down."""
+    besides the chosen experts are the block's own gate, up and down."""
 
     router: Any  # [D, E]
     gate: Any  # [E, D, F]
@@ -64,7 +64,7 @@ class ExpertWeights:
     down: Any  # [E, F, D]
     # [D, 1]: the sigmoid of the product multiplies the output of the expert that every token has
     shared_gate: Any = None
-    # Of experts beside an MLP (Gemma 4): these, the MLP and the router have norms of their own.
+    # Of experts next to an MLP (Gemma 4): these, the MLP and the router have norms of their own.
     norm: Any = None  # [D]
     post_norm: Any = None  # [D]
     post_mlp_norm: Any = None  # [D]
@@ -109,7 +109,7 @@ class Block:
     post_mlp_norm: Any = None  # [D]
     delta_net: DeltaNetWeights | Any = None  # in place of q, k, v and o
     layer_input: LayerInputWeights | Any = None
-    experts: ExpertWeights | Any = None  # in place of, or beside, gate, up and down
+    experts: ExpertWeights | Any = None  # in place of, or next to, gate, up and down
     layer_scale: Any = None  # [1]: what the layer's output is multiplied by
 
 
@@ -434,13 +434,13 @@ def _mlp_specs(a: Architecture, stack: Stack, name: str, inner: int) -> dict[str
 
 
 def _expert_specs(a: Architecture, stack: Stack) -> ExpertWeights:
-    """Returns the specs of a feed-forward part with experts, without the MLP beside them. Each
+    """Returns the specs of a feed-forward part with experts, without the MLP next to them. Each
     expert's products have names of their own here, also where files hold all experts in one tensor
     (`shoal.weights.fused`)."""
     sizes = a.expert_sizes
     hidden = a.hidden_size
     inner = sizes.intermediate_size
-    # Gemma 4's files have experts beside the MLP, not in it.
+    # Gemma 4's files have experts next to the MLP, not in it.
     router_name, experts_name = "mlp.gate", "mlp.experts"
     if stack.layer.feed_forward == "mlp+experts":
         router_name, experts_name = "router.proj", "experts"
@@ -463,10 +463,10 @@ def _expert_specs(a: Architecture, stack: Stack) -> ExpertWeights:
             axes=("embed", None),
             bias=False,
         )
-    beside: dict[str, ParamSpec] = {}
+    specs_next_to_mlp: dict[str, ParamSpec] = {}
     if stack.layer.feed_forward == "mlp+experts":
         norm = partial(_norm_spec, a, stack, size=hidden, axis="embed")
-        beside = {
+        specs_next_to_mlp = {
             "norm": norm("pre_feedforward_layernorm_2"),
             "post_norm": norm("post_feedforward_layernorm_2"),
             "post_mlp_norm": norm("post_feedforward_layernorm_1"),
@@ -489,7 +489,7 @@ def _expert_specs(a: Architecture, stack: Stack) -> ExpertWeights:
             scale=_output_scale(a),
         ),
         shared_gate=shared_gate,
-        **beside,
+        **specs_next_to_mlp,
     )
 
 
@@ -513,7 +513,7 @@ def _attention_specs(a: Architecture, stack: Stack) -> dict[str, Any]:
         "q": product(
             "self_attn.q_proj",
             hidden,
-            # the gate of each head stands beside its query
+            # the gate of each head is next to its query
             2 * queries if a.output_gate else queries,
             axes=("embed", "heads"),
             bias=a.qkv_bias,

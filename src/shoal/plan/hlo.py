@@ -4,9 +4,9 @@ devices, what it reads, and how long it takes.
 All figures are for one device. What is in a loop is multiplied by the loop's trip count; if the
 compiler does not know it, by the number that the caller assumes.
 
-A TPU's copies into its on-chip memory and out of it run beside other operations, and the compiler's
-estimate has no cycles for them. They are queued (`_Copies`): the device's memory serves the
-operations first, then the copies in their order, and what needs a copy waits for it.
+A TPU's copies into its on-chip memory and out of it run in parallel with other operations, and the
+compiler's estimate has no cycles for them. They are queued (`_Copies`): the device's memory serves
+the operations first, then the copies in their order, and what needs a copy waits for it.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ class Costs:
 
 
 class _Copies:
-    """The copies of a computation that run beside its operations. `rate`: bytes a cycle of the
-    device's memory."""
+    """The copies of a computation that run in parallel with its operations. `rate`: bytes a cycle
+    of the device's memory."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate

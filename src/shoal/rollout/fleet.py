@@ -592,8 +592,8 @@ class Fleet:
             for entry in self.ledger.entries.values()
             if entry.state in unsampled
         }
-        # Groups of training and of an evaluation both need a host, so they share each host.
-        is_shared = len(purposes) > 1
+        # Groups of training and others both need a host, so they share each host.
+        is_shared = Purpose.TRAIN in purposes and len(purposes) > 1
         step_seconds = {name: member.step_seconds() for name, member in self.members.items()}
         # 0 is a host whose speed is not known yet. If none is known, any number does: only
         # completions count then.

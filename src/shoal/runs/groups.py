@@ -89,7 +89,7 @@ completions does not have them."""
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A group read from disk, with the advantages and arrays that were stored beside it."""
+    """A group read from disk, with the advantages and arrays that were stored with it."""
 
     group: Group
     advantages: np.ndarray | None  # float64[G]; None if no update used the group

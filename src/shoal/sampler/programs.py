@@ -664,7 +664,7 @@ def _embed(
     tables: tuple[jax.Array, LayerEmbedding | None], tokens: jax.Array, model: Model
 ) -> tuple[jax.Array, LayerInputs]:
     """Returns what enters the first layer for tokens[R, T], [R, T, D], and what each layer gets
-    beside it, [L, R, T, ...]."""
+    besides it, [L, R, T, ...]."""
     embed_tokens, layer_embedding = tables
     x = embed(model, embed_tokens, tokens, model.architecture.embedding_scale)
     return x, LayerInputs(layer_embeddings(model, layer_embedding, tokens, x))

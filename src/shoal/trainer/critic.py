@@ -1,5 +1,5 @@
-"""The critic: a second model that is trained beside the policy, and what follows from its values of
-a step's tokens.
+"""The critic: a second model that is trained with the policy, and what follows from its values of a
+step's tokens.
 
     values of tokens -> time steps (tokens, or turns) -> advantages for the policy
                                                       -> returns, which the critic learns

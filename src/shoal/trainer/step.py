@@ -69,7 +69,7 @@ class TrainState:
     # In the type of the computation, None in the places of trained parameters. None if all are
     # trained.
     frozen: Params | None = None
-    critic: TrainState | None = None  # the state of the critic that is trained beside the policy
+    critic: TrainState | None = None  # the state of the critic that is trained with the policy
 
     @property
     def parameters(self) -> Params:

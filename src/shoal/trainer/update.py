@@ -81,7 +81,7 @@ def critic_epochs(a: AlgorithmSection, critic: CriticSection) -> int | None:
 
 
 def num_scorings(a: AlgorithmSection, teacher: TeacherSection) -> int:
-    """Returns how many forward passes over a step's batch there are beside the updates: one each
+    """Returns how many forward passes over a step's batch there are besides the updates: one each
     for old, reference and teacher log-probs, if they are needed; with distributions of the teacher
     one in each epoch."""
     of_teacher = 0

@@ -477,7 +477,7 @@ def _move_away(run: Path, version: int) -> Path:
 
 
 def read_extra(run: Path, version: int, name: str) -> Any:
-    """Returns one entry of the JSON beside a checkpoint's arrays: `facts` (about the inputs of its
+    """Returns one entry of the JSON next to a checkpoint's arrays: `facts` (about the inputs of its
     run), `checksums` or `stacks`. {} if it cannot be read, because reading the weights will raise
     the error."""
     file = run / FOLDER / str(version) / "extra" / "metadata"

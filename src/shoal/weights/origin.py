@@ -8,7 +8,7 @@
     *.mlp.router.weight                          *.mlp.gate.weight
     model.visual.*, vision_tower.*, mtp.*, ...   none: passed over
 
-A model for several kinds of input has its text model's tensors under another beginning, beside
+A model for several kinds of input has its text model's tensors under another beginning, next to
 those of towers, which are passed over. Exports have all of them as the files did.
 """
 
@@ -158,7 +158,8 @@ class Origin:
         has there; else `dtype`. With `packed`, those that the files have in 4 bits are taken from
         there.
 
-        A head that the files have beside the embedding, which it is tied to, is the embedding."""
+        A head that the files have in addition to the embedding that it is tied to is the
+        embedding."""
         embedding = self.tensors.get(EMBEDDING)
         keeps_types = embedding is not None and DTYPES.get(embedding.dtype) == dtype
         written = set()

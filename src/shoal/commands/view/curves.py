@@ -240,8 +240,8 @@ _EVALUATED = {
 
 
 def about(names: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Returns metric -> {"unit", "meaning"}, two texts that the page shows beside its name; unknown
-    metrics are left out."""
+    """Returns metric -> {"unit", "meaning"}, two texts that the page shows next to its name;
+    unknown metrics are left out."""
     meanings = {}
     for name in names:
         unit, meaning = _unit_and_meaning(name)

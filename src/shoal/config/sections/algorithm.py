@@ -170,8 +170,8 @@ class AlgorithmSection:
     full."""
     dynamic_sampling_by: str = key("correct", stages=("data", "sampling"))
     """What must vary within a group for it to be kept. correct: the task's own check of its
-    completions (the paper: some right, some wrong), or the `acc` that a reward function logs beside
-    its score (verl), or without both the score; score: the reward minus the overlong penalty;
+    completions (the paper: some right, some wrong), or the `acc` that a reward function logs next
+    to its score (verl), or without both the score; score: the reward minus the overlong penalty;
     reward: the whole reward; any other name: the number that a reward function logs under it."""
     max_sampling_rounds: int = key(10, stages=("data", "sampling"))
     """How often dynamic sampling may request the prompts of a step again: a step samples at most

@@ -130,7 +130,7 @@ class EvaluationSection:
     """Answers to each question of an evaluation; the figures are means over all of them. More than
     one needs evaluation.temperature above 0. (verl's val_kwargs.n.)"""
     temperature: float = key(0.0, stages=("evaluation",))
-    """Temperature of the answers of an evaluation; 0 for greedy ones. Samples for pass@k beside
+    """Temperature of the answers of an evaluation; 0 for greedy ones. Samples for pass@k besides
     greedy answers (pass_k) have sampling.temperature."""
     top_k: int = key(0, stages=("evaluation",))
     """With evaluation.temperature: sample from the k likeliest tokens; 0 for all."""

@@ -107,9 +107,9 @@ class EnvironmentSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range, or `rollout` or `agent` is given beside another kind of tools or environment. The
-        first fault found is raised. max_turns, result_bytes and workers are 1 or more, memory_gib
-        and rollouts 0 or more, timeout_seconds and episode_seconds above 0."""
+        range, or `rollout` or `agent` is given together with another kind of tools or environment.
+        The first fault found is raised. max_turns, result_bytes and workers are 1 or more,
+        memory_gib and rollouts 0 or more, timeout_seconds and episode_seconds above 0."""
         at_least(self, "environment.", 1, "max_turns", "result_bytes", "workers")
         at_least(self, "environment.", 0, "memory_gib", "rollouts")
         for name in ("rollout", "agent"):

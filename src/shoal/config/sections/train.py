@@ -32,8 +32,8 @@ class TrainSection:
     pass_k: int = key(
         -1, stages=("evaluation",), decided_from=("task.name", "evaluation.temperature")
     )
-    """Completions of each question for pass@k in the first and the last evaluation, beside the
-    greedy answers; 0 for off, -1 for 8 with task=words and off otherwise. With
+    """Completions of each question for pass@k in the first and the last evaluation, in addition to
+    the greedy answers; 0 for off, -1 for 8 with task=words and off otherwise. With
     evaluation.temperature, every evaluation's answers give pass@k instead."""
     weight_sync_interval: int = key(1, stages=("sampling",))
     """Steps between two weight updates of the sampler; with n above 1, samples are up to n-1

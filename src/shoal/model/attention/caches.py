@@ -669,9 +669,9 @@ class ExtendedRing:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedCache(Cache):
-    """Keys and values of all tokens, beside each other, as the kernel for TPUs reads them. Those of
-    completions are in pages of a pool that all slots share. A page table int32[N, W, T] on the host
-    says which pages are whose (vLLM calls it the block table).
+    """Keys and values of all tokens, next to each other, as the kernel for TPUs reads them. Those
+    of completions are in pages of a pool that all slots share. A page table int32[N, W, T] on the
+    host says which pages are whose (vLLM calls it the block table).
 
     Of swapped-out rows, which have no pool, `own_kv` is [N, W, T, K, PAGE, 2 A]."""
 

@@ -142,7 +142,7 @@ def train(
     config, resolved = with_last_runs(config, resolved)
     resolved = replace(resolved, notes=(*notes, *resolved.notes))
     config = _with_functions_named(config, functions)
-    with _in_their_names(resolved):
+    with _typed_names_in_errors(resolved):
         data = _task_of_data(task, held_out, correct, config, functions)
         config = _with_environments_named(config, data)
         if data is not None:
@@ -200,7 +200,7 @@ def evaluate(
 
         # 0: all rows, because the responses may belong to any of them
         everything = replace(config, task=replace(config.task, num_eval_questions=0))
-        with _in_their_names(resolved):
+        with _typed_names_in_errors(resolved):
             with evaluating():
                 data = _task_of_data(task, held_out, correct, everything, functions)
             if dry_run:
@@ -208,7 +208,7 @@ def evaluate(
             return score_responses(config, functions, _console(resolved), data)
     from shoal.commands.evaluate import evaluate as run
 
-    with _in_their_names(resolved):
+    with _typed_names_in_errors(resolved):
         with evaluating():
             data = _task_of_data(task, held_out, correct, config, functions)
         if dry_run:
@@ -343,25 +343,25 @@ def _dry_run(
 
 
 @contextmanager
-def _in_their_names(resolved: Any) -> Iterator[None]:
+def _typed_names_in_errors(resolved: Any) -> Iterator[None]:
     """Adds to a ShoalError of the block the arguments, of another system's names, that set the keys
     which it mentions. `resolved`: the Resolved of the arguments."""
-    from shoal.compat.front import naming
+    from shoal.compat.front import typed_names_adder
 
     try:
         yield
     except ShoalError as error:
-        raise ShoalError(naming(resolved)(str(error)), error.key) from error
+        raise ShoalError(typed_names_adder(resolved)(str(error)), error.key) from error
 
 
 def _console(resolved: Any, console: Any = None) -> Any:
     """Prints the notes about a configuration to `console` (None: to a new one), and returns that
     console. `resolved`: a Resolved, whose `start_lines` are the notes."""
-    from shoal.compat.front import naming
+    from shoal.compat.front import typed_names_adder
     from shoal.report.console import Console
 
     console = console or Console()
     for note in resolved.start_lines:
         console.note(note)
-    console.in_their_names = naming(resolved)
+    console.add_typed_names = typed_names_adder(resolved)
     return console

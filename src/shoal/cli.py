@@ -217,9 +217,9 @@ def _explained(command: str, config: Any, resolved: Resolved) -> Iterator[None]:
             explained = explain_out_of_memory(error, config)
         if explained is None:
             raise
-        from shoal.compat.front import in_their_names
+        from shoal.compat.front import add_typed_names
 
-        raise ShoalError(in_their_names(str(explained), resolved)) from error
+        raise ShoalError(add_typed_names(str(explained), resolved)) from error
 
 
 def _compose(command: str, words: list[str]) -> tuple[Any, Resolved]:
@@ -252,7 +252,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
     result. The function has the name of its module in `commands`, which is the command's with `_`
     for `-`; but `eval` calls `evaluate`, `sft` calls `train`, and `eval` with `responses` calls
     `score_responses`. From here on Ctrl-C raises KeyboardInterrupt."""
-    from shoal.compat.front import naming
+    from shoal.compat.front import typed_names_adder
 
     if command in ("train", "sft"):
         from shoal.job.process import open_console
@@ -264,7 +264,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         console = Console()
     for note in resolved.start_lines:
         console.note(note)
-    console.in_their_names = naming(resolved)
+    console.add_typed_names = typed_names_adder(resolved)
     if command == "eval" and config.responses:
         module = "responses"
         name = "score_responses"

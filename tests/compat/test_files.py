@@ -13,7 +13,7 @@ import pytest
 
 from shoal import cli
 from shoal.commands.compat import shim_argv
-from shoal.compat.front import in_their_names
+from shoal.compat.front import add_typed_names
 from shoal.config.merge import compose
 from shoal.config.sections.model import LoraSection
 from shoal.config.stored import difference_from_defaults
@@ -412,7 +412,7 @@ def test_an_error_names_the_files_line(tmp_path):
 
 def test_a_runs_error_names_their_flags_beside_our_keys():
     _, resolved = compose("train", ["per_device_batch_size=4", "num_generations=8", "model_name=x"])
-    said = in_their_names(
+    said = add_typed_names(
         "lower batch.prompts_per_device or sampling.max_completion_tokens; set HF_TOKEN", resolved
     )
     assert "(batch.prompts_per_device: --per_device_batch_size)" in said
@@ -422,11 +422,11 @@ def test_a_runs_error_names_their_flags_beside_our_keys():
     )
     _, resolved = compose("train", ["steps=3"])
     assert (
-        in_their_names("lower batch.prompts_per_step", resolved) == "lower batch.prompts_per_step"
+        add_typed_names("lower batch.prompts_per_step", resolved) == "lower batch.prompts_per_step"
     )
     # A name that several systems have says nothing about whose words to use.
     shared = compose("train", ["learning_rate=1e-4"])[1]
-    assert in_their_names("set resume", shared) == "set resume"
+    assert add_typed_names("set resume", shared) == "set resume"
 
 
 def test_that_nothing_is_pushed_is_said_of_files_too(tmp_path):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 import shoal
-from shoal.compat.front import in_their_names
+from shoal.compat.front import add_typed_names
 from shoal.compat.trl_objects import notes_on_arguments, without_objects
 from shoal.config.commands import EvalConfig
 from shoal.config.merge import compose
@@ -735,7 +735,7 @@ def test_an_error_has_the_arguments_name_and_two_frames():
 
 def test_of_two_flags_of_a_key_the_one_with_its_name_is_shown():
     _, resolved = compose("train", ["max_completion_length=64", "scale_rewards=group"])
-    said = in_their_names("optimizer.warmup_steps is too long", resolved)
+    said = add_typed_names("optimizer.warmup_steps is too long", resolved)
     assert said == (
         "optimizer.warmup_steps is too long (in TRL: optimizer.warmup_steps is warmup_steps)"
     )
@@ -766,6 +766,6 @@ def test_a_lora_config_of_peft_is_read():
 
 def test_an_error_keeps_its_key_under_an_arguments_name():
     _, resolved = resolved_of(max_steps=3)
-    with pytest.raises(shoal.ShoalError) as caught, shoal._in_their_names(resolved):
+    with pytest.raises(shoal.ShoalError) as caught, shoal._typed_names_in_errors(resolved):
         raise shoal.ShoalError("steps=3 is too few", "steps")
     assert "max_steps" in str(caught.value) and caught.value.key == "steps"

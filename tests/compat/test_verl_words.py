@@ -14,7 +14,7 @@ import pytest
 
 from shoal.cli import main
 from shoal.commands.compat import checked_scripts
-from shoal.compat.front import in_their_names
+from shoal.compat.front import add_typed_names
 from shoal.config.commands import CompatConfig
 from shoal.config.merge import compose
 from shoal.config.stored import to_yaml
@@ -584,10 +584,10 @@ def test_prompts_that_are_too_long_are_what_the_flags_say():
     assert ": a prompt is never cut: one that is too long is an error" in line
     _, resolved = compose("train", ["recipe=verl", "data.max_prompt_length=64"])
     message = "row 1 is too long: set sampling.long_prompts=drop"
-    said = in_their_names(message, resolved)
+    said = add_typed_names(message, resolved)
     assert "sampling.long_prompts is data.filter_overlong_prompts" in said
     _, resolved = compose("train", ["recipe=verl", "data.filter_overlong_prompts=False"])
-    said = in_their_names(message, resolved)
+    said = add_typed_names(message, resolved)
     assert said == f"{message} (sampling.long_prompts: --data.filter_overlong_prompts)"
     assert not any("changes nothing" in line for line in resolved.start_lines)
 

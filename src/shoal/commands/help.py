@@ -346,15 +346,15 @@ def _checked(
     """Returns the lines that a dry run shows besides the settings: notes, warnings, and for some
     commands an estimate or the files that they would write. Arguments and errors as for
     `dry_run`."""
-    from shoal.compat.front import naming
+    from shoal.compat.front import typed_names_adder
     from shoal.job.dry_run import adapter_lines, check_dry_run
 
     command = command_of(type(config))
-    in_their_names = naming(resolved)
+    add_typed_names = typed_names_adder(resolved)
     lines = []
     for finding in check_dry_run(config, functions, task):
         label = "note" if finding.level == "ok" else "warning"
-        lines.append(f"{label}: {in_their_names(str(finding))}")
+        lines.append(f"{label}: {add_typed_names(str(finding))}")
     lines += adapter_lines(config)
     if command == "plan":
         from shoal.commands.plan import estimate

@@ -763,21 +763,21 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[Fla
 # ---- errors in a system's names
 
 
-def naming(resolved: Resolved) -> Callable[[str], str]:
+def typed_names_adder(resolved: Resolved) -> Callable[[str], str]:
     """Returns a function that adds to a message the flags of another system that set the keys which
-    it mentions, like `in_their_names`. If no such flags were typed, it returns the message
+    it mentions, like `add_typed_names`. If no such flags were typed, it returns the message
     unchanged."""
     if not resolved.became:
         return str
-    return partial(in_their_names, resolved=resolved)
+    return partial(add_typed_names, resolved=resolved)
 
 
-def in_their_names(message: str, resolved: Resolved) -> str:
+def add_typed_names(message: str, resolved: Resolved) -> str:
     """Returns a message with, for each key that it mentions, the flag or the line of a file that
     set the key. If one system has more of the names that the user typed than any other, its names
     for the other keys mentioned are added. Unchanged if there is nothing to add.
 
-    >>> in_their_names("set batch.group_size lower", resolved)
+    >>> add_typed_names("set batch.group_size lower", resolved)
     'set batch.group_size lower (batch.group_size: --num_generations)'
     """
     typed = {setting.name for setting in resolved.arguments.settings}

@@ -80,7 +80,7 @@ class Console:
         # Of an evaluation's answers: their pace, and when the next line may be printed.
         self._answers, self._due = Pace(clock()), 0.0
         # rewrites a warning with the flags of another system, if these set the keys
-        self.in_their_names: Callable[[str], str] = str
+        self.add_typed_names: Callable[[str], str] = str
 
     def keep_log(self, path: Path) -> None:
         """Appends all lines to a file, too: those printed so far (the last _MOST_UNKEPT) and all
@@ -130,7 +130,7 @@ class Console:
         """Prints one line about something that makes a run fail or learn nothing, and passes on an
         event; neither if the line was printed before. `key`: the configuration key that helps, or
         ""; it is not printed."""
-        line = one_line(self.in_their_names(text))
+        line = one_line(self.add_typed_names(text))
         if self._write_once(line, "bold red"):
             self._event("wrong", line, key)
 
@@ -138,7 +138,7 @@ class Console:
         """Prints one line that asks for attention, after "warning: ", and passes on an event;
         neither if the line was printed before. `key`: the configuration key that helps, or ""; it
         is not printed."""
-        line = one_line(self.in_their_names(text))
+        line = one_line(self.add_typed_names(text))
         if self._write_once(f"warning: {line}", "yellow"):
             self._event("warning", line, key)
 

@@ -240,7 +240,7 @@ class Branch(NamedTuple):
 def turns_of(loss_mask: np.ndarray, branch_starts: Iterable[int] = ()) -> tuple[slice, ...]:
     """Returns the slices of the tokens that the model sampled without a break, in order.
     `loss_mask`: bool[T], True at tokens that the model sampled; a branch, which starts at a token,
-    is a break although no context stands before it."""
+    is a break although no context is before it."""
     begins = loss_mask.copy()
     begins[1:] &= ~loss_mask[:-1]
     ends = loss_mask.copy()

@@ -45,7 +45,7 @@ def nearness(key: str, name: str, like: Callable[[str, str], float] = likeness) 
     if it is larger, nine tenths of the similarity of their last dotted parts (`lr` in
     `optimizer.lr`) plus one tenth of that of the whole names. A name whose last part begins with
     that of `key` (more than 3 letters) counts there as BEGINNING. 1 if `key` is the name's last
-    part, whatever stands before it. `like` is the function that compares two texts."""
+    part, whatever is before it. `like` is the function that compares two texts."""
     key_part = key.rpartition(".")[2]
     name_part = name.rpartition(".")[2]
     if key == name_part:

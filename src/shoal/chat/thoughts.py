@@ -107,7 +107,7 @@ _TAG = re.compile("</?think>")
 
 
 def split_thoughts(content: str) -> tuple[str, str]:
-    """Returns (thoughts, answer) of a message's text, without tags: what stands before the last
+    """Returns (thoughts, answer) of a message's text, without tags: what is before the last
     `</think>`, and what follows it. The first tag may be missing, because a template writes it. A
     text that begins with `<think>` and never closes it is all thoughts; one without tags is all
     answer.

@@ -396,7 +396,7 @@ class Tokenizer:
             ) from error
         if not continued:
             return text
-        text, mark, rest = text.rpartition(MARK.strip())  # the answer continues where MARK stands
+        text, mark, rest = text.rpartition(MARK.strip())  # the answer continues where MARK is
         if not mark:
             raise ShoalError(
                 "The chat template leaves out the assistant's message that a prompt ends with, "

@@ -50,8 +50,8 @@ FORMATS: dict[str, dict[str, Any]] = {
         "transform": _PARTS,
         "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>'] * 2, ["<escape>"] * 2]},
     },
-    # Any message whose header has more than its channel. The recipient stands behind the channel
-    # as models write it, before it as their template does. Built-in tools have no `functions.`.
+    # Any message whose header has more than its channel. The recipient follows the channel as
+    # models write it, before it as their template does. Built-in tools have no `functions.`.
     "harmony": {
         "open_pattern": r"(?:<\|channel\|>(?!\w{1,32}<\|message\|>)\w{0,32}"
         r"|(?:\A|(?<=assistant))(?= to=)) ?"
@@ -288,7 +288,7 @@ class CallReader:
             value = self._markers.spelled(match["value"] or "")
             pairs.append((match["key"].strip(), value))
             match = self._tag.match(text, position)
-        # Behind the last tag only one closing tag may stand, such as `</function>`.
+        # Only one closing tag may follow the last tag, such as `</function>`.
         if not re.fullmatch(r"\s*(?:</\w+>\s*)?", text[position:]):
             begin = self._markers.spelled(text[position : position + 40])
             raise ValueError(f"{begin.strip()!r} is no argument")
@@ -313,9 +313,9 @@ class CallReader:
 
 
 def _quoted_key(match: re.Match[str]) -> str:
-    """Returns the replacement for a match of _BARE_KEY: what stands before the key (`{` or `,`),
-    the key in double quotes, and a colon. Strings, which the pattern matches too so that keys in
-    them are skipped, stay as they are."""
+    """Returns the replacement for a match of _BARE_KEY: what is before the key (`{` or `,`), the
+    key in double quotes, and a colon. Strings, which the pattern matches too so that keys in them
+    are skipped, stay as they are."""
     if match[2]:
         return f'{match[1]}"{match[2]}":'
     return match[0]

@@ -84,7 +84,7 @@ class TurnFormat:
         if names:
             if call_format == "auto":
                 call_format = find_call_format(tokenizer, self._schemas)
-            # What stands behind the question: the end of its turn, and what opens the answer.
+            # What follows the question: the end of its turn, and what opens the answer.
             generation_prompt = prompt.rpartition(_QUESTION["content"])[2]
             start = tokenizer.encode(generation_prompt)
             self._reader = CallReader(tokenizer, call_format, start, schemas)

@@ -120,8 +120,8 @@ under the same file names, require nothing."""
 
 
 def compat(config: CompatConfig, console: Console | None = None) -> dict[str, Any]:
-    """Writes a script at each path at which other systems' scripts stand, below the folder `to`;
-    each runs `shoal` in their place (`SHIMS`). Returns {"to": the folder, "scripts": the number of
+    """Writes a script at each path at which other systems' scripts are, below the folder `to`; each
+    runs `shoal` in their place (`SHIMS`). Returns {"to": the folder, "scripts": the number of
     files}. Raises ShoalError, and writes nothing, if `to` is missing or if a path holds a file that
     Shoal did not write; files that it did write are replaced. All but the files that end in .txt
     are made executable. A console that was given can still be used afterwards."""
@@ -179,7 +179,7 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
     """
     shim = SHIMS[name]
     words = list(words)
-    beneath = []  # words that stand before the user's, so that the user's have precedence
+    beneath = []  # words that come before the user's, so that the user's have precedence
     if shim.configs:  # only TorchRL's scripts have some
         beneath += _torchrl_words()
     beneath += shim.words

@@ -259,7 +259,7 @@ def check_weights(job: Job, parameters: Params) -> bool:
 def try_first_step(job: Job, parameters: Params) -> StepTrial | None:
     """Samples, scores and trains the first step of the run as a trial, without keeping its update.
     Returns what was measured; None if the step raises ShoalError, which becomes a finding of the
-    reward. Takes the first step's prompts from `job.prompts`, which then stands behind them."""
+    reward. Takes the first step's prompts from `job.prompts`, which then continues after them."""
     first_prompts = job.prompts.next(job.config.batch.prompts_per_step)
     with job.findings.of("reward", "reward.functions").errors():
         return try_step(

@@ -100,8 +100,8 @@ def overview() -> str:
 
 def purpose(config_type: type) -> str:
     """Returns what a command does: the first sentence of its dataclass's docstring, without the
-    command's name (what stands before the first `: `), its final point and its capital. "" without
-    a docstring."""
+    command's name (what is before the first `: `), its final point and its capital. "" without a
+    docstring."""
     text = " ".join((config_type.__doc__ or "").partition("\n\n")[0].split())
     text = (text.partition(": ")[2] or text).partition(". ")[0]
     return text[:1].lower() + text[1:].rstrip(".")

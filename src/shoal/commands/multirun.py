@@ -170,7 +170,7 @@ def combine(config_type: type, words: Sequence[str]) -> Iterator[tuple[dict[str,
 
 
 _ITEM = re.compile(r"""(?:\[[^]]*\]|\([^)]*\)|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""")
-"""Matches what stands between two commas; commas in brackets or quotes do not count."""
+"""Matches what is between two commas; commas in brackets or quotes do not count."""
 
 # Matches range(stop), range(start,stop) or range(start,stop,step), without a step of 0.
 _RANGE = re.compile(r"range\((-?\d+)(?:,(-?\d+))?(?:,(-?[1-9]\d*))?\)")

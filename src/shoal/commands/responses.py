@@ -100,7 +100,7 @@ def score_responses(
         report_evaluation({task.name: shown}, failures, console)
     if output:
         columns: list[Mapping[str, Any]] = []
-        # Without a verdict the reason why, as text, stands in the example's place.
+        # Without a verdict the reason why, as text, takes the example's place.
         for verdict, reason in zip(verdicts, examples, strict=True):
             columns.append({"correct": None, "unjudged": reason} if verdict is None else verdict)
         rows = output_rows(responses, columns)

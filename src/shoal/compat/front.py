@@ -307,7 +307,7 @@ def _apply_rules(
                 value = values.get(placed.setting.key, NO_VALUE)
                 placed.setting = replace(placed.setting, value=value)
             effect.applies = True
-            # Merged anew, because the next rule reads the final values of keys.
+            # Merged again, because the next rule reads the final values of keys.
             merged = Merged(draft.config_type, draft.layers())
         except ShoalError as error:
             errors.append(effect.where + with_origins(str(error), merged.origins | free))

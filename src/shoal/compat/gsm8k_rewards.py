@@ -42,7 +42,7 @@ _AFTER_HASHES = re.compile(r"#### (-?[0-9.,]+)")
 def has_reasoning_and_answer(text: str) -> bool:
     """True if a text has `<reasoning>...</reasoning>`, which may be empty, and later an
     `<answer>...</answer>` that is not empty. The first tags of each kind count."""
-    # From position 0 on; the last 0: nothing need stand between the tags.
+    # From position 0 on; the last 0: nothing need be between the tags.
     _, end_of_reasoning = _ends_of_tags(text, 0, "<reasoning>", "</reasoning>", 0)
     if end_of_reasoning < 0:
         return False
@@ -61,9 +61,9 @@ def tagged_or_boxed(text: str) -> str | None:
 
 def same_value(answer: str | None, gold: str) -> bool:
     """True if an answer is the same text as `gold`, the right answer, or has its value: the answer
-    (what stands after the last `=`, or in a box) is one number, perhaps with units, or an
-    expression of numbers. White space around either text does not count. False if `answer` is None,
-    or if the texts differ and `gold` is no number."""
+    (the text after the last `=`, or in a box) is one number, perhaps with units, or an expression
+    of numbers. White space around either text does not count. False if `answer` is None, or if the
+    texts differ and `gold` is no number."""
     if answer is None:
         return False
     if answer.strip() == gold.strip():
@@ -169,8 +169,8 @@ def answer_points(text: str, gold: str) -> float:
 
 def number_points(text: str, gold: str) -> float:
     """Returns 1.5 if the first digits (and periods) after the first `<answer>` are the gold number,
-    else 0. The digits may stand anywhere after the tag. Signs and commas of the answer are not
-    read, so a negative gold number is never matched; the gold number has its commas removed."""
+    else 0. The digits may be anywhere after the tag. Signs and commas of the answer are not read,
+    so a negative gold number is never matched; the gold number has its commas removed."""
     tag = text.find("<answer>")
     if tag < 0:
         return 0.0

@@ -505,7 +505,7 @@ def split_list(key: Key, text: str) -> list[str]:
     no item. White space around items is removed; it is kept in quotes, and in a text without
     brackets that is one item because its key is not in COMMA_LISTS. In quotes a backslash makes the
     next character plain. `key`: decides about commas, and gives the name for the error. ShoalError
-    if a quote is not closed or stands inside an item."""
+    if a quote is not closed or is inside an item."""
     is_list = text.startswith("[") and text.endswith("]") and len(text) > 1
     inside = text
     if is_list:

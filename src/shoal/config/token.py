@@ -20,9 +20,8 @@ def take_token(text: str) -> None:
 
 def redact_token(arguments: Sequence[str]) -> list[str]:
     """Returns a command line's arguments with `hf_access_token=` in place of each argument that has
-    the hub's token, and puts the token into the environment (HF_TOKEN). Dashes or `+` may stand
-    before the name. ShoalError if the name has no `=`, because the next argument may be the
-    token."""
+    the hub's token, and puts the token into the environment (HF_TOKEN). Dashes or `+` may be before
+    the name. ShoalError if the name has no `=`, because the next argument may be the token."""
     kept = []
     for argument in arguments:
         name, equals, text = argument.partition("=")

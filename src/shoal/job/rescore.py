@@ -599,7 +599,7 @@ def match_examples(
 ) -> list[Example | str]:
     """Returns for each response the example that it answers: made from the row's own columns, else
     looked up in the evaluation sets and training rows of the task's data, but not in generated
-    rows. If there is none, the reason, as text, stands in its place. If the data cannot be loaded,
+    rows. If there is none, the reason, as text, takes its place. If the data cannot be loaded,
     warns; raises that ShoalError if no row makes an example, and for at least one because it lacks
     the columns. `with_data`: the task with its data, if it has been loaded already; None: it is
     loaded here from `section`, and only if a row needs it. `module`: the task's module, whose

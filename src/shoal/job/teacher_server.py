@@ -158,7 +158,7 @@ class TeacherServer:
 
     def _prompt_logprobs(self, ids: list[int]) -> list[Mapping[str, Any]]:
         """Returns the tokens that the server names in each place of a prompt, id -> what it says of
-        it; {} in the first place, which nothing stands before. HostLost if it does not."""
+        it; {} in the first place, which nothing is before. HostLost if it does not."""
         body = {
             "model": self.model,
             "prompt": ids,
@@ -184,7 +184,7 @@ class TeacherServer:
         for id, named in zip(ids.tolist()[1:], named_tokens[1:], strict=True):
             own = tokenizer.decode([id])
             theirs = named[str(id)].get("decoded_token")
-            # Some tokenizers leave out the space before a word that stands alone.
+            # Some tokenizers leave out the space before a word that is alone.
             if theirs is not None and str(theirs).strip() != own.strip():
                 raise ShoalError(
                     f"{KEY}={address}: its token {id} is {theirs!r}, and the model's is {own!r}, "

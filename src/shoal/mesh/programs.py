@@ -207,7 +207,7 @@ class Program:
     def _known_options(self, call: Callable[[], Any]) -> Any:
         """Returns the result of `call`, which compiles the program. If the compiler does not know
         an option, drops that option for all programs of this process, with a warning, and calls
-        again. Each retry uses the program jitted anew without that option."""
+        again. Each retry uses the program, compiled again without that option."""
         for _ in self.compiler_options:  # each failure names another option
             try:
                 return call()

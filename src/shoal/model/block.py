@@ -257,7 +257,7 @@ def _unrotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 def _heads(model: Model, layer: Layer, w: Block, h: jax.Array, habits: Habits) -> tuple[Any, ...]:
     """Computes q[R, T, H, A], k[R, T, K, A] and v[R, T, K, A] from h[R, T, D], without rotary
     positions and norms; k and v are None if the layer has no keys of its own. With an output gate q
-    is [R, T, H, 2 A]: each head's gate stands after its query."""
+    is [R, T, H, 2 A]: each head's gate follows its query."""
     has_keys = layer.keys_of is None
     if has_keys and w.k is None:  # the three weights are joined in one (`products_joined`)
         return split_product(model, layer, linear(w.q, h))

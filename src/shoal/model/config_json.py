@@ -30,8 +30,8 @@ class Entries:
     """The entries that describe a model in a folder's config.json, checked when they are read."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], inside: str = "") -> None:
-        """`inside`: the entry of the file that has these entries, like `text_config`; "": they
-        stand in the file itself."""
+        """`inside`: the entry of the file that has these entries, like `text_config`; "": they are
+        in the file itself."""
         self.folder = folder
         self.config = config
         self.inside = inside

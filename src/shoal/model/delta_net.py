@@ -124,7 +124,7 @@ def convolve_after(
 
 
 def convolve_taps(taps: Sequence[jax.Array], weight: jax.Array) -> jax.Array:
-    """Computes the convolution of tokens whose inputs stand side by side: silu of the sum of
+    """Computes the convolution of tokens whose inputs are side by side: silu of the sum of
     taps[..., C] times their columns of weight[C, size], in the taps' type. The first tap is the
     token itself, the next one the token before it, and so on."""
     return jax.nn.silu(_weighed(taps, weight)).astype(taps[0].dtype)
@@ -391,8 +391,8 @@ def unit_queries_and_keys(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 class _OfStates(NamedTuple):
-    """What the states of n chunks are computed with, besides values and rates. n stands in front of
-    each; products with states are with all K of a head, which stand below each other."""
+    """What the states of n chunks are computed with, besides values and rates. n is the first
+    dimension of each; products with states are with all K of a head, one below the other."""
 
     keys: jax.Array  # [R, h, c, K dk]: a key next to the state that it reads, else zeros
     # [R, h, g, c, K dk]: a key for each state, decayed until the token whose state that becomes
@@ -693,7 +693,7 @@ def _unit_lower_inverse(lower: jax.Array, at_once: int, precision: str = "highes
 
 def _comes_after(size: int) -> jax.Array:
     """Returns float32[size, size]: 1 if the first token comes after the second, else 0. It is a
-    constant of the program, not computed anew for each chunk."""
+    constant of the program, not computed again for each chunk."""
     return jnp.asarray(np.tril(np.ones((size, size), np.float32), -1))
 
 

@@ -173,7 +173,7 @@ class ParamSpec:
     # True if tensors in files have the last three dimensions in the other order, as PEFT's lora_B
     # of experts: [out, rank, experts]
     experts_last: bool = False
-    # Name of its tensors in files. Each of `indices` stands in it in braces, like `{layer}`.
+    # Name of its tensors in files. Each of `indices` is in it in braces, like `{layer}`.
     name: str = field(default="", compare=False)
     # False: frozen, in the type of the computation, without gradient and moments
     trained: bool = True

@@ -1,7 +1,7 @@
 """Published models with their sizes, by name: MaxText's, or the last part of the hub id where it
 has none.
 
-Families since Qwen3.5 stand in `assets/published_models.json`: for each model the entries of its
+Families since Qwen3.5 are in `assets/published_models.json`: for each model the entries of its
 published config.json that describe it, where these were read, and its number of parameters. Another
 model of a known family is another row there. Sizes of the others, below, are those of MaxText's
 `src/maxtext/configs/models/<name>.yml`, hub ids those of its `src/maxtext/utils/globals.py` if it

@@ -71,7 +71,7 @@ def delta_net(
         mixed, z, of_beta, of_decay = jnp.split(mixed, ends, axis=-1)
     else:
         z, of_beta, of_decay = linear(w.z, h), linear(w.b, h), linear(w.a, h)
-    # Queries, keys and values stand in one array: a device that has a part of its columns has no
+    # Queries, keys and values are in one array: a device that has a part of its columns has no
     # whole head of each.
     mixed = constrain(mixed, "rows", None, None)
     # In float32: the state multiplies by the decay at each token.

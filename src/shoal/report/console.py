@@ -238,7 +238,7 @@ class Console:
 
     def answered(self, part: str, done: int, total: int) -> None:
         """Notes that `done` of the `total` questions of an evaluation's `part` are answered. Called
-        with 1, 2, ... up to `total`, which begins anew with each part. Prints a line with the
+        with 1, 2, ... up to `total`, which begins again with each part. Prints a line with the
         estimated time after 2 s, if 10 s or more are left, then every 10 s until none is left.
 
         >>> console.answered("held_out, greedy", 120, 500)

@@ -81,7 +81,7 @@ class Watch:
         """Reads step `number` (from 1), and returns the findings that it gives for the first time:
         those of rows that now apply for enough steps in a row, and those on each reward function.
         For a row whose figure the step lacks, or whose bound it does not pass, the steps in a row
-        begin anew. The findings' level is "wrong" if training cannot recover, else "warning"."""
+        begin again. The findings' level is "wrong" if training cannot recover, else "warning"."""
         findings = []
         figures = step_figures(metrics)
         for row in ROWS:

@@ -377,7 +377,7 @@ class Fleet:
             if self._failure is not None:
                 raise self._failure
             if self._thread:
-                self._say_waiting(entries, began)
+                self._report_long_wait(entries, began)
                 with self.stop.raising_at_once():
                     self._ledger_lock.wait(WAIT_SECONDS)
             else:
@@ -386,7 +386,7 @@ class Fleet:
                 all_sampled = all(entry.state not in unsampled for entry in entries)
                 self._run_round(self.stop.raising_at_once, wait=all_sampled)
 
-    def _say_waiting(self, entries: Sequence[PendingGroup], began: float) -> None:
+    def _report_long_wait(self, entries: Sequence[PendingGroup], began: float) -> None:
         """Reports to `on_note` what `take` waits for, once the wait is long; then again whenever it
         has become twice as long as at the last report. `entries`: the groups that `take` waits for.
         `began`: the time when the wait began, from `time.time`."""
@@ -424,8 +424,8 @@ class Fleet:
                     self._ledger_lock.notify_all()
                 return
             with self._ledger_lock:
-                awaits = self.ledger.count(GroupState.RUNNING, GroupState.SAMPLED) > 0
-            self.woken.wait(POLL_SECONDS if awaits else WAIT_SECONDS)
+                expects_answers = self.ledger.count(GroupState.RUNNING, GroupState.SAMPLED) > 0
+            self.woken.wait(POLL_SECONDS if expects_answers else WAIT_SECONDS)
 
     def _run_round(
         self,

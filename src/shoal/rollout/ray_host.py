@@ -266,7 +266,7 @@ class RayHost:
         # A process that is stopped (SIGSTOP) does not end when Ray asks it to, so kill it.
         process = Path(f"/proc/{self._place.pid}")
         with contextlib.suppress(OSError):
-            # The name stands in parentheses and may contain some; the state follows it.
+            # The name is in parentheses and may contain some; the state follows it.
             fields_after_name = (process / "stat").read_text().rpartition(")")[2].split()
             is_stopped = fields_after_name[0] == "T"
             # Another process may have its id by now.

@@ -413,7 +413,7 @@ class TurnDriver:
         more token do not fit, drops them and ends the rollout (TRL's rule). Returns the messages
         for the host.
 
-        With environment.history=template the whole history is rendered anew, which may begin a new
+        With environment.history=template the whole history is rendered again, which may begin a new
         branch; else, or if the template refuses this history, the messages are appended to the
         tokens so far."""
         assert rollout.completion is not None

@@ -204,9 +204,9 @@ def _words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _python_call(settings: Mapping[str, Any], has_accuracy: bool) -> str:
-    """Returns the call of `shoal.train` with these settings. Objects from Python stand there by
-    their names, the data as `rows` and `eval_rows`: the reader has to define them. With
-    `has_accuracy` the function that judges answers is among them."""
+    """Returns the call of `shoal.train` with these settings. Objects from Python are there by their
+    names, the data as `rows` and `eval_rows`: the reader has to define them. With `has_accuracy`
+    the function that judges answers is among them."""
     arguments = []
     others = []
     for key, value in settings.items():

@@ -205,12 +205,12 @@ def condition(
     """Parses a filter that a person typed, and returns (SQL, values of its parameters); "true" for
     a filter without conditions. ShoalError if the text is not a filter.
 
-    Conditions stand next to each other, or with `and` between, and all must hold.
-    `column=low..high` is a range with both ends; `none` stands for a missing value; a name with
-    spaces stands in double quotes; `==` is `=`. What follows MAX_CHARS characters is ignored; more
-    than MAX_TERMS conditions, an unknown column and a value of another type are errors.
-    `functions`: names of the reward functions, whose means are columns too. `columns`: those of the
-    table, COLUMNS or COMPLETION_COLUMNS.
+    Conditions are next to each other, or with `and` between, and all must hold. `column=low..high`
+    is a range with both ends; `none` stands for a missing value; a name with spaces is put in
+    double quotes; `==` is `=`. What follows MAX_CHARS characters is ignored; more than MAX_TERMS
+    conditions, an unknown column and a value of another type are errors. `functions`: names of the
+    reward functions, whose means are columns too. `columns`: those of the table, COLUMNS or
+    COMPLETION_COLUMNS.
 
     >>> condition("reward>0.5 step=10..20", [])
     ('"reward" > CAST(? AS FLOAT) AND "step" BETWEEN ? AND ?', [0.5, 10.0, 20.0])

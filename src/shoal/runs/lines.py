@@ -464,7 +464,7 @@ def _bounded_int(text: str) -> int:
 
 def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (dotted key, value) of nested mappings, in order; an empty mapping counts as a value.
-    `prefix` stands before each key, with its dot: "optimizer.".
+    `prefix` is put before each key, with its dot: "optimizer.".
 
     >>> list(leaves({"optimizer": {"lr": 1e-5}, "extra": {}}))
     [('optimizer.lr', 1e-05), ('extra', {})]

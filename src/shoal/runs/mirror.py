@@ -178,7 +178,7 @@ class Lease:
             )
 
     def renew(self, lives: bool = True) -> None:
-        """Renews the lease, or with `lives=False` gives it back, by writing its object anew; its
+        """Renews the lease, or with `lives=False` gives it back, by writing its object again; its
         object stays in the bucket. Does not try again. Raises `Fenced` if another process has taken
         over, and an error of the storage as it is."""
         self.check()

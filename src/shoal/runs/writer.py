@@ -184,7 +184,7 @@ class RunWriter:
                     file.unlink()
             self.summary_path.unlink(missing_ok=True)
             for number, file in parts_of(self.path).items():
-                if number > max(version, 0):  # part 0 stays, also if the run starts anew
+                if number > max(version, 0):  # part 0 stays, also if the run starts again
                     file.unlink()
                     decided_file(file).unlink(missing_ok=True)
         if version >= 0:

@@ -647,7 +647,7 @@ class Engine:
         alone decides which tokens are computed in which way. Returns the tokens whose experts are
         recorded; [] if none are.
 
-        If the model has states, a completion whose last turn the host has cut is computed anew
+        If the model has states, a completion whose last turn the host has cut is computed again
         before its context, from its prompt's state on: the device may have sampled further. The
         experts that its tokens had before stay recorded."""
         all_fed: list[FedTokens] = []

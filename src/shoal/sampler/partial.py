@@ -37,7 +37,7 @@ class Phase(Enum):
 
     It is RECOMPUTING only if the model has recurrent states, after a turn that the host has cut:
     the device may have sampled beyond it. Keys of dropped tokens are written over, but a state
-    cannot go back, so it is computed anew from the first token on."""
+    cannot go back, so it is computed again from the first token on."""
 
     SAMPLING = auto()  # decodes sample its tokens, after the rest of its context
     WAITING = auto()  # its turn has ended: it is to be extended or ended

@@ -125,10 +125,10 @@ class TurnStarts:
     """How slots [N, W] begin their next turn in a decode: after which tokens, and the tokens of
     context that they get before they sample."""
 
-    resumed: Any  # int32[N, W]: the tokens that the completion has; 0: the slot goes on as it is
-    last: Any  # int32[N, W]: the last of them
-    num_forced: Any  # int32[N, W]: how many of the slot's next tokens are given
-    forced: Any  # int32[N, W, DECODE_CHUNK]: these
+    resumed: Any  # int32[N, W]: number of tokens of the completion; 0: the slot begins no turn
+    last: Any  # int32[N, W]: the last token of the completion
+    num_forced: Any  # int32[N, W]: how many of the slot's next tokens are context, not sampled
+    forced: Any  # int32[N, W, DECODE_CHUNK]: these tokens of context, then padding
 
 
 @jax.tree_util.register_dataclass

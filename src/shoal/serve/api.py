@@ -467,7 +467,7 @@ def _logprobs(kind: str, described: dict[str, Any]) -> dict[str, Any]:
         for token in tokens:
             names.append({"token": token, "bytes": list(token.encode())})
     else:
-        # The id stands under two names: that of vLLM's server, and that of older clients.
+        # The id has two names: that of vLLM's server, and that of older clients.
         for id in described["ids"]:
             names.append({"token": f"token_id:{id}", "token_id": id})
     content = []

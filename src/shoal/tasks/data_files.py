@@ -88,8 +88,8 @@ def _parse_json(data: bytes, fault: str) -> Any:
 
 
 def half_character(text: str) -> str:
-    """Returns the first half of a surrogate pair that stands alone in a text, written like
-    `\\ud83d`; "" if there is none. Neither tokenizers nor files accept such a half."""
+    """Returns the first half of a surrogate pair that is alone in a text, written like `\\ud83d`;
+    "" if there is none. Neither tokenizers nor files accept such a half."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -72,8 +72,8 @@ class Problems(Generic[Problem]):
 
     def train(self, row: int, section: TaskSection, purpose: str = "train") -> Problem:
         """Returns the problem of a training row. Draws until the problem is not a held-out one. A
-        row has another problem for each `purpose`. The same row always has the same problem. The
-        problem is drawn anew at each call."""
+        row has another problem for each `purpose`. The same row always has the same problem. It is
+        not stored: each call draws it again."""
         rng = self._generator(purpose, row, section)
         while True:
             drawn = self.draw(rng, section)

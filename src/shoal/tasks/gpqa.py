@@ -80,7 +80,7 @@ def has_letter(text: str) -> bool:
 
 def shuffled(question: str, options: list[str]) -> list[str]:
     """Returns the options in an order that follows from the texts alone, so that a row's letters
-    are the same wherever the row stands, on every machine and in every version."""
+    are the same wherever the row is, on every machine and in every version."""
 
     def key(option: str) -> bytes:
         return hashlib.sha256(f"{question}\n{option}".encode()).digest()

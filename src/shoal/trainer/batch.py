@@ -25,7 +25,7 @@ from shoal.records import Completion, Group, ShoalError
 @dataclass(frozen=True)
 class ValueTargets:
     """What a critic learns of a micro-batch, [R, T], or of one completion, [T]: of each token that
-    begins a time step, the value of what stands before it."""
+    begins a time step, the value of what is before it."""
 
     values: Any  # float32[R, T]: what it said before the first update on this batch
     returns: Any  # float32[R, T]: what it learns to say
@@ -88,8 +88,8 @@ class LearnerBatch:
     experts: Any = None
     # `ValueTargets` of a critic; None: the batch is the policy's, or has no critic
     targets: Any = None
-    # int32[R, T]: of rows with a teacher's own prompts, where in its row the teacher stands before
-    # the token that the policy's rows have here. None: the teacher reads the policy's rows.
+    # int32[R, T]: of rows with a teacher's own prompts, where in its row the teacher is before the
+    # token that the policy's rows have here. None: the teacher reads the policy's rows.
     read_at: Any = None
 
     def of_policy(self) -> LearnerBatch:

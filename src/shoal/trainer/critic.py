@@ -4,7 +4,7 @@ step's tokens.
     values of tokens -> time steps (tokens, or turns) -> advantages for the policy
                                                       -> returns, which the critic learns
 
-A critic is a `Learner` whose model has a value head. Its state stands in the policy's
+A critic is a `Learner` whose model has a value head. Its state is in the policy's
 (`TrainState.critic`), so that both are saved and resumed together. A critic that shares the
 policy's layers (`critic.shared`) has nothing of its own but the head: the policy's update computes
 the gradient of both losses.
@@ -175,8 +175,8 @@ class StepValues:
         penalty: np.ndarray | None = None,
     ) -> StepValues:
         """Computes the advantages and returns of a step. `token_values` are the critic's, of what
-        stands before each token. A completion's reward, less its `penalty`[P, G], is that of its
-        last time step; with credit by turn each turn has its own. A truncated completion ends like
+        is before each token. A completion's reward, less its `penalty`[P, G], is that of its last
+        time step; with credit by turn each turn has its own. A truncated completion ends like
         others."""
         keys = sorted(token_values)
         steps = TimeSteps.of(groups, keys, by_turn=a.credit == "turn")

@@ -202,8 +202,8 @@ def score_answers(groups: Sequence[Group], task: Task, protocol: str = "greedy")
     the limit). If questions have several answers, pass@k and maj@k of them follow, with their
     errors (`_figures_of_samples`), or without verdicts `best_reward`, the mean of the highest
     reward of each question. If the questions have several values in the column `data_source`, the
-    figures of each stand behind (`_figures_by_source`). Without groups there are only
-    `num_questions`, 0, and `protocol`.
+    figures of each follow (`_figures_by_source`). Without groups there are only `num_questions`, 0,
+    and `protocol`.
 
     `groups`: a group for each question, all of one size. `protocol`: a text that says how the
     answers were sampled."""

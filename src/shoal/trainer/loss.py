@@ -295,7 +295,7 @@ def batch_top(
 
 
 def _teacher_index(role: Role, batch: LearnerBatch) -> jax.Array:
-    """Returns where in its row a teacher stands before each token that it speaks of, [R, T], in the
+    """Returns where in its row a teacher is before each token that it speaks of, [R, T], in the
     parts of rows that devices hold."""
     index = batch.before if batch.read_at is None else batch.read_at
     return role.split_rows(index)
@@ -372,7 +372,7 @@ def expert_sums(model: Model, batch: LearnerBatch, aux: Sequence[LayerAux]) -> d
 
 
 def batch_values(model: Model, parameters: Params, batch: LearnerBatch) -> jax.Array:
-    """Returns a critic's values of completions' tokens, float32[R, T]: of what stands before each
+    """Returns a critic's values of completions' tokens, float32[R, T]: of what is before each
     token, before it was sampled; 0 at prompts' tokens and at padding. A prompt is computed once for
     all completions that follow it in its row."""
     role = model.role

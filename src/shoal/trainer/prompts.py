@@ -335,7 +335,8 @@ class PromptStream:
         self.dropped = position.dropped
         self.postponed = list(position.postponed)
         self.rates.at_epoch = position.at_epoch
-        # -1 is no epoch: the order is made anew when it is next read, with the rates of `at_epoch`.
+        # -1 is no epoch: the order is made again when it is next read, with the rates of
+        # `at_epoch`.
         self._order = (-1, np.empty(0, np.int64))
 
     def _next_row(self) -> int | None:
@@ -357,9 +358,8 @@ class PromptStream:
         was computed last is kept."""
         if self._order[0] != epoch:
             # The order follows from (seed, epoch) alone, so that a checkpoint stores two numbers
-            # and not an order or a generator's state.
-            # The epoch stands in the key's place for a step; its row and completion, 0, are not
-            # used.
+            # and not an order or a generator's state. The epoch takes the place of a step in the
+            # key; its row and completion, 0, are not used.
             random = np.random.default_rng(NoiseKey(self.seed, "order", epoch, 0).key(0).tolist())
             order = random.permutation(len(self.examples))
             if not self.shuffles:

@@ -299,7 +299,7 @@ class Updater:
         num_minibatches = self.algorithm.num_minibatches
         order = np.arange(count)
         if num_minibatches > 1:
-            # The epoch stands in the key's place for a row; its completion, 0, is not used.
+            # The epoch takes the place of a row in the key; its completion, 0, is not used.
             key = NoiseKey(self.seed, "minibatches", step, epoch).key(0)
             order = np.random.default_rng(key.tolist()).permutation(count)
         return np.array_split(order, num_minibatches)

@@ -248,8 +248,8 @@ def _of_adapters(
 
 
 def _places(spec: ParamSpec) -> Iterator[str]:
-    """Yields what stands before the number of an expert in the names of a parameter's tensors, for
-    each layer."""
+    """Yields what is before the number of an expert in the names of a parameter's tensors, for each
+    layer."""
     place, _, _ = spec.name.partition(".{expert}")
     for index in range(spec.shape[0]):
         layer = spec.layers[index] if spec.layers else index

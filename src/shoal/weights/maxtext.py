@@ -531,7 +531,7 @@ def _check_arrays(
     for name, shape in shapes.items():
         if not name.startswith(root):
             continue
-        # Without a prefix, the optimizer's state and the step stand next to the parameters.
+        # Without a prefix, the optimizer's state and the step are next to the parameters.
         if root or name.startswith(("decoder/", "token_embedder/")):
             stored[name.removeprefix(root)] = shape
     stacked = any(name.startswith("decoder/layers/") for name in stored)

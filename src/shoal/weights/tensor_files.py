@@ -25,7 +25,7 @@ from shoal.records import ShoalError
 
 @dataclass(frozen=True)
 class LazyArray:
-    """An array whose values are read anew each time that they are used. `read(index)` returns the
+    """An array whose values are read again each time that they are used. `read(index)` returns the
     values of a part; `index` has a slice with numbers as bounds for each axis. The array is written
     in parts along `axes`; (): as a whole."""
 

@@ -264,7 +264,7 @@ async def run_shared_worker(channel: Channel, handle: AsyncHandler, alarm: float
             signal.setitimer(signal.ITIMER_REAL, 0.0, alarm)
             return
         signal.setitimer(signal.ITIMER_REAL, alarm, alarm)
-        # Well before the alarm, which the next beat sets anew.
+        # Well before the alarm, which the next beat sets again.
         beats.append(loop.call_later(min(PULSE_SECONDS, alarm / 4), beat))
         channel.send({"alive": True})
 

@@ -32,7 +32,7 @@ class RolloutEnded(Exception):
 
 class RolloutDropped(RolloutEnded):
     """Raised in a rollout function whose rollout is no longer waited for: it was only a trial
-    before the run, or it begins anew elsewhere."""
+    before the run, or it begins again elsewhere."""
 
 
 class RolloutSampler:

@@ -159,7 +159,7 @@ class Curves:
 
 def _extremes(column: Sequence[float], rows: Sequence[int]) -> tuple[float, float]:
     """Returns the smallest and the largest value among some rows of a column (`rows`: their
-    indices), in the order in which they stand in the column; twice the same value if it is the only
+    indices), in the order in which they are in the column; twice the same value if it is the only
     one; (NaN, NaN) if all of these rows are NaN."""
     known = [(column[row], row) for row in rows if not math.isnan(column[row])]
     if not known:

@@ -349,7 +349,7 @@ class TextLint:
 
     def __init__(self, index: GroupTable, has_tag: bool = True) -> None:
         """Chooses the files to read, among the training files that `index` has now. `has_tag`: True
-        if the task's answers stand in <answer> tags; if False, that is assumed only once a prompt
+        if the task's answers are in <answer> tags; if False, that is assumed only once a prompt
         mentions the tag."""
         self._index = index
         self.has_tag = has_tag

@@ -1,9 +1,9 @@
 """Writes the page with its scripts, styles and the records of chosen groups into one file, which
 makes no requests.
 
-The modules become one script in the order of their imports, so every top-level name may stand in
-only one module. The page's Content-Security-Policy allows only this script and style, by their
-hashes, so nothing in the records can run and nothing is fetched."""
+The modules become one script in the order of their imports, so every top-level name may be in only
+one module. The page's Content-Security-Policy allows only this script and style, by their hashes,
+so nothing in the records can run and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def page_text(content: Mapping[str, Any]) -> str:
         return head
 
     page = re.sub(r"<script type=\"module\"[^>]*></script>", head_of_page, page)
-    # The script stands after the elements that it uses, because not every browser waits with an
+    # The script comes after the elements that it uses, because not every browser waits with an
     # inline module until it has read the page.
     return page.replace("</body>", f'<script type="module">{script}</script>\n</body>')
 

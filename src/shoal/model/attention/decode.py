@@ -552,7 +552,7 @@ class ContextAttention:
         [own_keys] = own
         own = [own_keys._replace(k=own_keys.k[:, None], v=own_keys.v[:, None])]
         num_own = position.max() + 1
-        if isinstance(keys, ExtendedRing):  # the new keys stand behind a ring that may have room
+        if isinstance(keys, ExtendedRing):  # the new keys follow a ring that may have room
             num_own = jnp.int32(own_keys.size)
         out = online_softmax(
             q[:, :, None],

@@ -1,6 +1,6 @@
 """Graders: find the answer in a completion, and decide whether it is right.
 
-answer.py         where the answer stands in a completion
+answer.py         where the answer is in a completion
 numbers.py        the number in an answer
 choice.py         the letter of the option that a text chooses
 units.py          the unit of measurement in an answer

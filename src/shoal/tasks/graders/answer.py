@@ -40,7 +40,7 @@ def extract_answer(text: str) -> str | None:
 
 def single_answer(text: str) -> str | None:
     """Returns the text in the only `<answer>...</answer>`; None if there is none, or if either tag
-    occurs more than once. None also if the closing tag stands first. The text is stripped, and may
+    occurs more than once. None also if the closing tag comes first. The text is stripped, and may
     be ""."""
     if text.count("<answer>") != 1 or text.count("</answer>") != 1:
         return None
@@ -83,8 +83,8 @@ def end_of_bracket(text: str, start: int) -> int:
 def solution_of(text: str) -> str:
     """Returns the part of a text that is the solution. Drops the thoughts up to the last `</think>`
     or `</reasoning>`, unless nothing follows. Drops a line that begins with `Question:` or `Q:` and
-    what follows it, since base models invent the next task, unless no digit stands before that
-    line. Nothing is stripped.
+    what follows it, since base models invent the next task, unless no digit is before that line.
+    Nothing is stripped.
 
     >>> solution_of("<think>5?</think> It is 6.\\n\\nQuestion: and 7?")
     ' It is 6.\\n\\n'
@@ -162,7 +162,7 @@ def final_number(text: str) -> Fraction | None:
 
     * behind the first `####`
     * in the last box (inside of the last answer tag, if there is one), or in the last answer tag
-    * behind the last "the answer is" or "Answer:", if a number stands there alone, or if the last
+    * behind the last "the answer is" or "Answer:", if a number is there alone, or if the last
       number of the text is in that line
     * in the last line with a number: the last in bold, else behind the last `=`, else the last one
 

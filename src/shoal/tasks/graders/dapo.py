@@ -59,7 +59,7 @@ _REMOVED = (
 """Texts that are removed, one after the other: units, and LaTeX that changes no value."""
 
 _LATEX = (
-    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # only what stands between dollar signs
+    (re.compile(r"(.*?)(\$)(.*?)(\$)(.*)"), r"$\3$"),  # only what is between dollar signs
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
     (re.compile(r"\\textbf\{(.*?)\}"), r"\1"),
     (re.compile(r"\\overline\{(.*?)\}"), r"\1"),

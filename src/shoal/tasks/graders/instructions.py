@@ -368,7 +368,7 @@ def _has_title(text: str) -> bool:
     `>>`."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
-        # Both are there, and at least one character stands between.
+        # Both are there, and at least one character is between.
         if 0 <= start < end - 2:
             title = line[start : end + 2].lstrip("<").rstrip(">")
             if title.strip():

@@ -166,7 +166,7 @@ def _ends_sentence(word: str, after: str) -> bool:
         return True
     if word.endswith(".."):
         return _begins_sentence(after)
-    # The word without its period and what stands before it: `p.m` for `(p.m.`.
+    # The word without its period and what is before it: `p.m` for `(p.m.`.
     stem = _TOKEN_BREAK.split(word)[-1].lstrip("`&#-,").lower().removesuffix(".")
     is_initial = len(stem) == 1 and stem.isalpha()
     # Of `vice-pres` the part behind the last hyphen counts too.

@@ -136,7 +136,7 @@ def _variables_of_either(gold: str, answer: str) -> set[str]:
 
 def _last_variable(answer: str) -> set[str]:
     """Returns the letter at the end of an answer, as a set, if the answer has other variables: h in
-    `\\pi r^2 h`. Such a letter is a variable too, since a unit would stand after a number or in
+    `\\pi r^2 h`. Such a letter is a variable too, since a unit would be after a number or in
     \\text. An empty set otherwise."""
     expression = _unwrapped(answer.rpartition("=")[2])
     last = _LAST_LETTER.search(answer)

@@ -123,7 +123,7 @@ _BARE = re.compile(
 _WRAPS = str.maketrans("", "", '$*\\()[]{}`"')
 _MINUS_WITH_SPACE = re.compile(r"^([\s$({]*-)\s+(?=[$0-9.])")
 _BEFORE_FIRST = " \t\n$*({[\\`\"'~≈:"
-"""What may stand before the number that a text begins with."""
+"""What may be before the number that a text begins with."""
 
 _TYPED = {
     "\\$": "$",

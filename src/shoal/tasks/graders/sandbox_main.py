@@ -41,7 +41,7 @@ NUMBERS = {
 """Machine -> Linux's number of its architecture, of the calls clone and clone3, and of fork, vfork,
 ptrace, unshare and setns, if there are such calls."""
 # A value is packed by the first of these tables that has its type, PLAIN to VALUES; TYPES is for
-# values that are types themselves. In a table a type stands before its base: datetime before date.
+# values that are types themselves. In a table a type comes before its base: datetime before date.
 PLAIN = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 DICTS = {"Counter": Counter, "OrderedDict": OrderedDict, "dict": dict}  # subclasses before dict
 VIEWS = {"keys": type({}.keys()), "items": type({}.items())}

@@ -80,7 +80,7 @@ def shoal_printed(part: int) -> str:
 
 def shoal_call(source: str, name: str, arguments: list[Any]) -> Any:
     """Calls the function `name` of a solution, a method of its class `Solution` if it has one, and
-    returns what that returns. The solution is run anew in each call."""
+    returns what that returns. The solution is run again in each call."""
     names: dict[str, Any] = {"__name__": "solution"}
     exec(compile(PRELUDE, "<prelude>", "exec"), names)
     exec(compile(source, "<solution>", "exec"), names)

@@ -89,7 +89,7 @@ def quantity_of(text: str, variables: Collection[str] = ()) -> tuple[str, Unit |
         if unit is not None:
             return text[: match.start()].strip(), unit
     if "\\$" in text:
-        # The sign stands before the number, not at the end; the comparison of texts drops it.
+        # The sign is before the number, not at the end; the comparison of texts drops it.
         return text, Unit("dollar")
     return text, None
 

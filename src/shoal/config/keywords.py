@@ -141,9 +141,11 @@ rows to evaluate on were given, too."""
 
 
 def held_out_name(held_out: Any, task: TaskSection) -> str:
-    """Returns the value of `task.eval_split` that says what was given from Python as `held_out`:
-    rows; or "train", the rows that are trained on; or None. `task`: the section as it is; its
-    value counts for None, unless it is that of a run to which rows were given."""
+    """Returns the value of `task.eval_split` for the argument `held_out` of a call from Python.
+
+    `held_out`: rows; "train" for the rows that are trained on; or None. For None the value in
+    `task`, the present section, stays, unless that refers to rows given to an earlier run: then it
+    is the default."""
     if held_out is None:
         is_of_rows = task.eval_split == HELD_OUT_ROWS
         return TaskSection().eval_split if is_of_rows else task.eval_split

@@ -591,19 +591,19 @@ def _decays(log_decay: jax.Array, ancestors: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _kept_shares(since_start: jax.Array, history: _History) -> jax.Array:
-    """Returns the share that each carried state after a chunk has of each before, [R, h, g, K, K].
-    A state that becomes that of a token has what this token read: a carried state, decayed. A state
-    that stays has itself."""
+    """Returns shares[R, h, g, K, K]: the k-th carried state after a chunk has the share [k, l] of
+    the l-th before it. A state that is replaced by that of a token of the chunk keeps the decayed
+    state that this token read; a state that is not replaced keeps itself."""
     num_states = len(history.states)
-    # 1 at the token whose state one becomes, if that token reads the other: for each one and other
+    # For each pair of states: 1 at the token that replaces the first, if it reads the second.
     links = []
-    for one in history.states:
-        for other in history.states:
-            links.append(jnp.where(other.read_by, one.becomes, 0.0))
+    for replaced in history.states:
+        for source in history.states:
+            links.append(jnp.where(source.read_by, replaced.becomes, 0.0))
     linked = jnp.stack(links, axis=1)[:, None, None]  # [R, 1, 1, K K, c]
     decayed = _product(linked, since_start[..., None])[..., 0]
     decayed = decayed.reshape(*decayed.shape[:3], num_states, num_states)
-    stays = jnp.stack([1.0 - one.becomes.sum(-1) for one in history.states], axis=-1)
+    stays = jnp.stack([1.0 - state.becomes.sum(-1) for state in history.states], axis=-1)
     return decayed + (stays[:, :, None] * np.eye(num_states))[:, None, None]
 
 

@@ -214,9 +214,9 @@ class PlannedJob:
         )
 
     def _scorers(self) -> dict[str, Model]:
-        """Returns name -> model of those that score completions: `reference` if the algorithm
-        compares with one, `teacher` if the job has one, of several the largest; {} if neither. They
-        are on the reference's devices, but the policy as it is, as its own teacher, is on the
+        """Returns the models that score completions, by name: `reference` if the algorithm compares
+        with one, `teacher` if the job has one (the largest of several); {} if neither. They are on
+        the reference's devices, except the current policy as its own teacher, which is on the
         trainer's."""
         models = {}
         section = self.config.teacher

@@ -212,8 +212,8 @@ def named_files(
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """Returns the files of a folder that match the patterns, each once, in the order of the
-    patterns and then of their names. A folder that matches stands for the data files in it.
-    ShoalError for a text that is no pattern of files."""
+    patterns and then of their names. For a folder that matches: the data files in it. ShoalError
+    for a text that is no pattern of files."""
     files: list[Path] = []
     for pattern in patterns:
         try:

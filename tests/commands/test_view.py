@@ -41,6 +41,7 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 
 from shoal import cli
+from shoal.commands.diff import diff
 from shoal.commands.view import lint as lint_view
 from shoal.commands.view import one_file, view
 from shoal.commands.view import views as views_module
@@ -49,7 +50,7 @@ from shoal.commands.view.curves import MAX_POINTS, Curves, spikes
 from shoal.commands.view.run import comparison, settings_rows, shown_differences
 from shoal.commands.view.server import make_app, page_files
 from shoal.commands.view.views import Viewer
-from shoal.config.commands import ViewConfig
+from shoal.config.commands import DiffConfig, ViewConfig
 from shoal.config.merge import compose
 from shoal.config.stored import Decision, texts_of
 from shoal.config.train import Config
@@ -826,6 +827,38 @@ def test_keys_of_data_that_is_read_mean_nothing_for_questions_that_are_made():
     assert compared([made, {"task.name": "words", "optimizer.lr": 1e-3}])["warning"] == ""
     read = made | {"task.path": "mine.jsonl"}
     assert "differ in task.split" in compared([read, read | {"task.split": "train"}])["warning"]
+
+
+def test_one_file_that_runs_name_by_two_paths_is_no_difference(tmp_path):
+    """A relative path begins in the folder that its run was started in."""
+    project = tmp_path / "project"
+    for folder, name, data, held_out, reward in (
+        (project, "a", "data/train.jsonl", "./test.jsonl", "mine.py:f"),
+        (project, "b", project / "data/train.jsonl", "test.jsonl", project / "mine.py:f"),
+        (project / "below", "c", "../data/train.jsonl", "../test.jsonl", "../mine.py:f"),
+        (project / "below", "d", "data/train.jsonl", "../test.jsonl", "mine.py:f"),
+    ):
+        settings = [
+            f"run_name=runs/{name}",
+            "task=custom",
+            f"task.path={data}",
+            f"task.eval_split={held_out}",
+            f"reward={reward}",
+        ]
+        write_run(folder / f"outputs/runs/{name}", settings=settings)
+    runs = [project / "outputs/runs/a", project / "outputs/runs/b"]
+    runs += [project / "below/outputs/runs/c", project / "below/outputs/runs/d"]
+    viewer = Viewer([str(run) for run in runs])
+    try:
+        record = viewer.answer("compare", {"runs": "a,b,c"})
+        assert record["warning"] == "" and record["differing"] == []
+        assert "differ in task.path" in viewer.answer("compare", {"runs": "b,d"})["warning"]
+        chips = {row["name"]: dict(row["chips"]) for row in viewer.answer("home", {})["rows"]}
+    finally:
+        viewer.close()
+    assert chips["a"]["task.path"] == "data/train.jsonl"  # since one of the four has another
+    result = diff(DiffConfig(run=str(runs[0]), other=str(runs[1])))
+    assert not {"task.path", "task.eval_split", "reward.functions"} & set(result["config"])
 
 
 def test_of_runs_with_other_rewards_all_but_rewards_is_compared():

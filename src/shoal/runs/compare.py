@@ -16,9 +16,11 @@ Who compares what:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,6 +40,10 @@ from shoal.text import ranges
 
 Values: TypeAlias = "dict[str, tuple[Any, Any]]"
 """Name -> (the first run's value, the second run's value)."""
+
+
+DATA_KEYS = ("task.path", "task.eval_split")
+"""Keys whose values are paths of data, of which several are separated by commas."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,11 @@ def compare(a: StoredRun, b: StoredRun) -> Comparison:
     evaluations_a = a.evaluations().by_version()
     evaluations_b = b.evaluations().by_version()
     settings = [values_of(a.config), values_of(b.config)]
-    differing = chosen_differences(settings, [a.decided_keys, b.decided_keys])
+    differing = chosen_differences(
+        settings,
+        [a.decided_keys, b.decided_keys],
+        [folder_of_start(run.path, own) for run, own in zip((a, b), settings, strict=True)],
+    )
 
     in_metrics = metric_difference(metrics_a, metrics_b)
     last_step = in_metrics[0] if in_metrics else None
@@ -237,13 +247,17 @@ def setting_differences(runs: Sequence[Mapping[str, Any]]) -> list[SettingDiffer
 
 
 def chosen_differences(
-    runs: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
+    runs: Sequence[Mapping[str, Any]],
+    decided: Sequence[Collection[str]] = (),
+    started_in: Sequence[Path] = (),
 ) -> list[SettingDifference]:
     """Returns `setting_differences` without the settings that somebody chose in none of the runs
-    (`automatic_keys`), and without those that a run of an older version lacks and the others leave
-    at their default.
+    (`automatic_keys`), without those that a run of an older version lacks and the others leave at
+    their default, and without those that name the same files by other paths.
 
-    `decided`: for each run the keys that it decided itself; none if it is left out."""
+    `decided`: for each run the keys that it decided itself; none if it is left out. `started_in`:
+    for each run the folder in which its relative paths begin (`folder_of_start`); if it is left
+    out, paths are compared as they were typed."""
     decided = decided or [()] * len(runs)
     automatic_by_run = []
     for settings, own in zip(runs, decided, strict=True):
@@ -251,9 +265,41 @@ def chosen_differences(
     differing = []
     for difference in setting_differences(runs):
         is_automatic = all(difference.key in automatic for automatic in automatic_by_run)
-        if not is_automatic and not _is_new_default(difference.key, runs):
-            differing.append(difference)
+        if is_automatic or _is_new_default(difference.key, runs):
+            continue
+        if started_in and _names_same_files(difference, started_in):
+            continue
+        differing.append(difference)
     return differing
+
+
+def folder_of_start(path: Path, settings: Mapping[str, Any]) -> Path:
+    """Returns the folder that a run was started in, which is the one above its
+    base_output_directory; the present folder if that is absolute, or if the run was moved. `path`:
+    the run's folder; `settings`: its dotted key -> value. Reads no file."""
+    absolute = Path(os.path.abspath(path))
+    run_name = str(settings.get("run_name") or "")
+    own = run_name or "/".join(absolute.parts[-2:])  # without a name: DATE/TIME
+    within = Path(os.path.normpath(Path(str(settings.get("base_output_directory") or ".")) / own))
+    num_parts = len(within.parts)
+    if within.is_absolute() or absolute.parts[-num_parts:] != within.parts:
+        return Path.cwd()
+    return Path(*absolute.parts[:-num_parts])
+
+
+def _names_same_files(difference: SettingDifference, started_in: Sequence[Path]) -> bool:
+    """True if the setting names data or code, and its values are the same paths, each from the
+    folder that its run was started in. `FILE:FUNCTION` counts as a path."""
+    key = keys_of(Config).get(difference.key)
+    if difference.key not in DATA_KEYS and not (key and key.names_code):
+        return False
+    paths = []
+    for value, folder in zip(difference.values, started_in, strict=True):
+        texts = value.split(",") if isinstance(value, str) else value
+        if not texts or not isinstance(texts, list | tuple):
+            return False
+        paths.append([os.path.normpath(folder / str(text)) for text in texts])
+    return all(own == paths[0] for own in paths)
 
 
 def _is_new_default(key: str, runs: Sequence[Mapping[str, Any]]) -> bool:

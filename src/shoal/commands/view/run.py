@@ -9,6 +9,7 @@ import math
 import shlex
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shoal.commands.view.curves import Curves, about, by_topic, spikes
@@ -395,15 +396,17 @@ def settings_rows(
 
 
 def shown_differences(
-    settings: Sequence[Mapping[str, Any]], decided: Sequence[Collection[str]] = ()
+    settings: Sequence[Mapping[str, Any]],
+    decided: Sequence[Collection[str]] = (),
+    started_in: Sequence[Path] = (),
 ) -> list[SettingDifference]:
     """Returns the settings in which runs differ, except their folders, their tags and notes, and
     what no run chose.
 
     `settings`: for each run dotted key -> value. `decided`: for each run the keys whose values it
-    decided itself; none if it is left out."""
+    decided itself; none if it is left out. `started_in`: as in `chosen_differences`."""
     differing = []
-    for difference in chosen_differences(settings, decided):
+    for difference in chosen_differences(settings, decided, started_in):
         if difference.key not in (*FOLDER_KEYS, *LABEL_KEYS):
             differing.append(difference)
     return differing

@@ -38,6 +38,7 @@ from shoal.commands.view.verdict import Change, paired_change
 from shoal.config.keywords import ROWS
 from shoal.files import check_local
 from shoal.records import ShoalError
+from shoal.runs.compare import folder_of_start
 from shoal.runs.group_table import COLUMNS, COMPLETION_COLUMNS, Database, GroupTable
 from shoal.runs.layout import CONFIG, DECIDED, LAST, RECIPE, SUMMARY, is_run
 from shoal.runs.lines import EvaluationLine, EventLine, reason
@@ -130,6 +131,11 @@ class OpenRun:
             return self.run.decided_keys
 
         return self.kept("decided keys", self._written(DECIDED), read)
+
+    @property
+    def started_in(self) -> Path:
+        """Returns the folder that the run was started in, in which its relative paths begin."""
+        return folder_of_start(self.run.path, self.settings)
 
     @property
     def paired(self) -> Change | None:
@@ -515,7 +521,9 @@ def _home(viewer: Viewer, query: Query) -> dict[str, Any]:
     runs = viewer.runs
     settings = [opened.settings for opened in runs.values()]
     decided = [opened.decided_keys for opened in runs.values()]
-    distinguishing = distinguishing_settings(shown_differences(settings, decided), len(runs))
+    started_in = [opened.started_in for opened in runs.values()]
+    differing = shown_differences(settings, decided, started_in)
+    distinguishing = distinguishing_settings(differing, len(runs))
     rows = []
     for (name, opened), own in zip(runs.items(), distinguishing, strict=True):
         row = {
@@ -537,7 +545,8 @@ def _compare(viewer: Viewer, query: Query) -> dict[str, Any]:
     names = [name for name in query.text("runs").split(",") if name in viewer.runs]
     runs = [viewer.runs[name] for name in names]
     settings = [opened.settings for opened in runs]
-    differing = shown_differences(settings, [opened.decided_keys for opened in runs])
+    decided = [opened.decided_keys for opened in runs]
+    differing = shown_differences(settings, decided, [opened.started_in for opened in runs])
     record = comparison(differing)
     if len(runs) == 2:
         record["first"] = groups.first_difference(

@@ -279,6 +279,31 @@ def test_hydras_options_name_a_folder(tmp_path, monkeypatch):
             compose("train", words)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml"],
+        ["--config-path=config", "--config-name", "ppo_trainer"],
+        ["--config-name=dapo_trainer.yaml"],
+    ],
+)
+def test_the_own_file_of_verls_script_is_its_defaults(words, tmp_path, monkeypatch):
+    """Its folder is beside the script there; verl's Megatron scripts name both."""
+    monkeypatch.chdir(tmp_path)
+    plain = shim_argv("verl", ["data.train_batch_size=8"])
+    assert shim_argv("verl", [*words, "data.train_batch_size=8"]) == plain
+    with pytest.raises(ShoalError, match=r"there is no config/another\.yaml"):
+        compose("train", shim_argv("verl", ["--config-path=config", "-cn", "another"])[1:])
+    # A file of the user has precedence.
+    folder = tmp_path / "config" if "--config-path=config" in words else tmp_path
+    folder.mkdir(exist_ok=True)
+    for name in ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer"):
+        (folder / f"{name}.yaml").write_text("data: {train_batch_size: 16}\n")
+    line = shim_argv("verl", [*words, "steps=1", "algorithm.adv_estimator=grpo"])
+    config, _ = compose("train", line[1:])
+    assert config.batch.prompts_per_step == 16
+
+
 def test_trls_command_takes_the_trainers_that_are_here():
     assert shim_argv("trl", ["rloo", "--beta", "0.1"]) == [
         "train",

@@ -369,6 +369,20 @@ def test_dynamic_sampling_may_sample_as_many_prompts_as_in_verl(words, rounds, s
     assert config.algorithm.on_too_few_groups == "fill"
 
 
+def test_a_resumed_run_restores_all_of_its_checkpoint():
+    head = "actor_rollout_ref.actor.checkpoint."
+    everything = "[model,optimizer,extra,hf_model]"
+    words = [f"{head}load_contents={everything}", f"{head}save_contents=[model]"]
+    _, resolved = compose("train", ["recipe=verl", *words])
+    said = " ".join(resolved.became)
+    assert (
+        "always holds all that a resumed run restores" in said and "changes no number" not in said
+    )
+    assert "start a new run from its weights" in refusal(
+        "recipe=verl", f"{head}load_contents=['model']"
+    )
+
+
 MODEL = "actor_rollout_ref.model."
 
 

@@ -46,6 +46,8 @@ class ScriptShim:
     paths: tuple[str, ...]  # where the script is written, below the folder `to`
     words: tuple[str, ...] = ()  # words that the user's words may override
     configs: tuple[str, ...] = ()  # folders in which the user's YAML files may lie
+    # names of the script's own YAML files, without ending, whose settings the preset has
+    own_files: tuple[str, ...] = ()
     # For a script with subcommands: subcommand -> words for it.
     commands: Mapping[str, tuple[str, ...]] | None = None
     command: str = "train"  # the command of Shoal
@@ -99,7 +101,16 @@ SHIMS: Mapping[str, ScriptShim] = {
     "trl": ScriptShim("trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
     # DAPO's script has main_ppo's flags and defaults, but for the reward manager `dapo`, which
     # subtracts nothing by default.
-    "verl": ScriptShim("verl", ("verl/trainer/main_ppo.py", "recipe/dapo/main_dapo.py")),
+    "verl": ScriptShim(
+        "verl",
+        ("verl/trainer/main_ppo.py", "recipe/dapo/main_dapo.py"),
+        own_files=(
+            "ppo_trainer",
+            "ppo_megatron_trainer",
+            "dapo_trainer",
+            "dapo_megatron_trainer",
+        ),
+    ),
     "tunix": ScriptShim("base_config", ("tunix/cli/grpo_main.py",)),
 }
 """Name for `run_as` -> what takes the place of the script of that name."""
@@ -193,6 +204,7 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
             known = ", ".join(f"`{name} {subcommand}`" for subcommand in shim.commands)
             raise ShoalError(f"{name}: expected one of {known}")
         beneath += shim.commands[given]
+    words = _without_own_file(words, shim)
     is_file_first = bool(words) and is_file_argument(words[0])
     names_file = any(is_file_argument(word) or is_file_option(word) for word in words)
     folder = ""  # the folder of the user's YAML files, relative to the current folder
@@ -213,6 +225,33 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
     if folder:
         line += ["--config-dir", folder]
     return line + beneath + words
+
+
+def _without_own_file(words: Sequence[str], shim: ScriptShim) -> list[str]:
+    """Returns the arguments without the option that names one of the script's own files, and
+    without Hydra's option for its folder, which is relative to the script: the preset has the
+    settings of that file. Returns them unchanged if the user has a file of that name, in the named
+    folder or, without one, in the current folder."""
+    rest = []
+    name = ""
+    folder = ""
+    unread = list(words)
+    while unread:
+        word = unread.pop(0)
+        if not (is_file_option(word) or is_folder_option(word)):
+            rest.append(word)
+            continue
+        _, equals, value = word.partition("=")
+        if not equals and unread:
+            value = unread.pop(0)
+        if is_folder_option(word):
+            folder = value
+        else:
+            name = value
+    stem = name.removesuffix(".yaml").removesuffix(".yml")
+    if stem not in shim.own_files or (Path(folder) / f"{stem}.yaml").is_file():
+        return list(words)
+    return rest
 
 
 def _torchrl_words() -> list[str]:

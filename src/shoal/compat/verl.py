@@ -911,6 +911,17 @@ FLAGS: list[Flag] = [
     *idle(
         "each epoch has new random mini-batches, from seed", _A + "shuffle", _A + "data_loader_seed"
     ),
+    reads(
+        _A + "checkpoint.load_contents",
+        "",
+        verl_readers.read_load_contents,
+        "a resumed run restores all of its checkpoint",
+    ),
+    *idle(
+        "a checkpoint always holds all that a resumed run restores: weights, moments and progress; "
+        "shoal export writes the model in Hugging Face's format",
+        _A + "checkpoint.save_contents",
+    ),
     *idle(
         "a setting of verl's engines; it changes no number",
         "actor_rollout_ref.hybrid_engine",

@@ -357,15 +357,15 @@ def _in_folder(option: str, folder: str, name: str) -> str:
     may_be_missing = _option_name(option) in ("config_dir", "cd")
     if may_be_missing and not file.is_file():
         return name
-    missing: Path | str = ""  # what the error says is missing; '' for no error
     if not name:
-        missing = "NAME"
-    elif not file.is_file():
-        missing = file
-    if missing:
         raise ShoalError(
-            f"{option}={folder}: expected --config-name NAME with it, a file in that folder; there "
-            f"is no {missing}"
+            f"{option}={folder}: expected --config-name NAME with it, the name of a file in that "
+            "folder"
+        )
+    if not file.is_file():
+        raise ShoalError(
+            f"{option}={folder}: there is no {file}; expected the folder, from here, that has the "
+            f"file {file_name}, or leave {option} and --config-name out for the defaults"
         )
     return str(file)
 

@@ -200,6 +200,14 @@ DIFFERENCES: dict[str, Difference] = {
         "samples `num_generations` answers to each prompt",
         "has one greedy answer to each question",
     ),
+    "trl long prompts": Difference(
+        "TRL",
+        "a prompt of any length, with `recipe=trl`",
+        "is trained on: there is no limit",
+        "rows of a file or from Python have room for the longest prompt; others are dropped if "
+        "they have more than 1,024 tokens (data to download, prompts that go on in turns), with a "
+        "warning (`sampling.max_prompt_tokens`)",
+    ),
     "trl max_staleness": Difference(
         "TRL",
         "`max_staleness`",
@@ -609,7 +617,8 @@ $$Your command line, the same flags here, and the same job in Shoal's own keys:
 A configuration file of @@ is an argument by itself, `shoal train FILE`. A recipe beside it sets
 only what the file leaves out.
 
-%%Every flag and what it becomes ([Migrating](migrating.md) says where they work):
+%%Every flag and what it becomes ([Migrating](migrating.md) says where they work). A flag that
+has the name of a key of Shoal, such as `seed` or `run_name`, is that key and is not listed:
 """
 
 

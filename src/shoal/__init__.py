@@ -65,6 +65,10 @@ _LAZY = {
 }
 
 
+NOT_GIVEN: Any = ...
+"""The default of arguments for data. None is another value: it comes from a function or a look-up
+that found no data."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -94,10 +98,10 @@ def train(*, dry_run: Literal[False] = False, **overrides: Any) -> Result: ...
 @_with_short_errors
 def train(
     *,
-    task: Any = None,
+    task: Any = NOT_GIVEN,
     held_out: Any = None,
     correct: Callable[[str, Example], bool] | None = None,
-    train_dataset: Any = None,
+    train_dataset: Any = NOT_GIVEN,
     eval_dataset: Any = None,
     dry_run: bool = False,
     **overrides: Any,
@@ -120,7 +124,8 @@ def train(
     train --dry-run`, prints what that prints, and returns the value of each key by its dotted name.
     All other keys are those of `shoal train --help`: nested
     (`optimizer={"lr": 1e-5}`), dotted (`**{"optimizer.lr": 1e-5}`) or with two underscores
-    (`optimizer__lr=1e-5`). A key whose value is None counts as not given."""
+    (`optimizer__lr=1e-5`). A key whose value is None counts as not given; but ShoalError if
+    `train_dataset` or `task` is None, and nothing else names the data."""
     from shoal.commands.train import train as run
     from shoal.compat.trl_objects import notes_on_arguments, without_objects
     from shoal.config.keywords import held_out_name
@@ -133,12 +138,14 @@ def train(
 
     notes = notes_on_arguments(overrides)
     overrides = without_objects(overrides)
+    empty = _names_of_none(task=task, train_dataset=train_dataset)
     task = _by_either_name("task", task, "train_dataset", train_dataset)
     held_out = _by_either_name("held_out", held_out, "eval_dataset", eval_dataset)
     named = _named(task, held_out, correct, overrides)
     task, held_out = listed(task, held_out)
     with given_data(task, held_out):  # num_train_epochs counts its rows
         config, resolved, functions = from_overrides_on_run(named)
+    _check_data_is_named(empty, resolved)
     config, resolved = with_last_runs(config, resolved)
     resolved = replace(resolved, notes=(*notes, *resolved.notes))
     config = _with_functions_named(config, functions)
@@ -159,10 +166,10 @@ def train(
 @_with_short_errors
 def evaluate(
     *,
-    task: Any = None,
+    task: Any = NOT_GIVEN,
     held_out: Any = None,
     correct: Callable[[str, Example], bool] | None = None,
-    train_dataset: Any = None,
+    train_dataset: Any = NOT_GIVEN,
     eval_dataset: Any = None,
     dry_run: bool = False,
     **overrides: Any,
@@ -186,6 +193,7 @@ def evaluate(
     from shoal.tasks.splits import evaluating
 
     overrides = without_objects(overrides, EvalConfig)
+    empty = _names_of_none(task=task, train_dataset=train_dataset)
     task = _by_either_name("task", task, "train_dataset", train_dataset)
     held_out = _by_either_name("held_out", held_out, "eval_dataset", eval_dataset)
     if task is None and is_data(held_out):
@@ -195,6 +203,7 @@ def evaluate(
     )
     config, resolved = with_last_runs(config, resolved)
     config, resolved = config_for_eval_of_run(config, resolved, bool(functions), is_data(task))
+    _check_data_is_named(empty, resolved)
     if config.responses:
         from shoal.commands.responses import score_responses
 
@@ -235,12 +244,30 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 
+def _names_of_none(**arguments: Any) -> list[str]:
+    """Returns the names of the arguments whose value is None."""
+    return [name for name, value in arguments.items() if value is None]
+
+
+def _check_data_is_named(empty: Sequence[str], resolved: Resolved) -> None:
+    """Raises ShoalError if an argument for data is None and nothing names the data: the packaged
+    task, which is the default, is not what the caller means. `empty`: the names of such arguments;
+    `resolved`: the Resolved of all arguments."""
+    if empty and not {"task.name", "task.path"} & resolved.origins.keys():
+        raise ShoalError(
+            f"{empty[0]} is None: expected rows, a list of dicts or a table; leave it out for the "
+            "packaged arithmetic questions"
+        )
+
+
 def _by_either_name(name: str, given: Any, trl_name: str, rows: Any) -> Any:
     """Returns what was given as the argument `name`, or, by TRL's name for it, as rows. None if
-    neither was. Raises ShoalError if both were, or if TRL's name has no rows but a text."""
+    both are NOT_GIVEN or None. Raises ShoalError if both were given, or if TRL's name has no rows
+    but a text."""
     from shoal.tasks.custom import is_data
 
-    if rows is None:
+    given = None if given is NOT_GIVEN else given
+    if rows is None or rows is NOT_GIVEN:
         return given
     if given is not None:
         raise ShoalError(f"{trl_name} and {name} are two names of one thing: give one of them")

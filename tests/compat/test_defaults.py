@@ -94,6 +94,14 @@ def test_a_recipes_line_that_changes_nothing_is_accepted(line, tmp_path):
         ("max_steps: -2", "max_steps=-2: expected a whole number of -1 or more"),
         ("neftune_noise_alpha: 5", "neftune_noise_alpha=5 is not supported"),
         ("model_revision: abc", "model_revision=abc: expected main"),
+        ("datasets: [{path: a/b}, {path: c/d}]", "datasets has 2 entries: a mixture of data sets"),
+        ("datasets: [{path: json}]", "datasets: an entry with path=json has no data_files"),
+        ("datasets: [{path: a/b, data_dir: c}]", "datasets: an entry has data_dir"),
+        ("datasets: [{path: a/b, share: 1}]", "datasets: an entry has the field share: expected"),
+        ("datasets: a/b", "datasets=a/b: expected a list of one entry with a path"),
+        ("test_split_size: 0.2", "test_split_size=0.2: expected 0.1"),
+        ("streaming: true", "streaming=true is not supported: data are read whole"),
+        ("chat_template_path: mine", "chat_template_path=mine: there is no file mine"),
     ],
 )
 def test_a_recipes_line_that_matters_is_refused_by_its_own_name(line, part, tmp_path):
@@ -102,6 +110,36 @@ def test_a_recipes_line_that_matters_is_refused_by_its_own_name(line, part, tmp_
     with pytest.raises(ShoalError) as caught:
         compose("train", [str(file)])
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "values"),
+    [
+        ("path: openai/gsm8k, split: test", ("gsm8k", "", "test", (), "")),
+        ("path: me/rows, name: hard", ("custom", "me/rows", "train", (), "hard")),
+        ("path: json, data_files: a.jsonl", ("custom", "a.jsonl", "train", (), "")),
+        ("path: json, data_files: data/*.jsonl", ("custom", "data", "train", ("*.jsonl",), "")),
+        (
+            "path: parquet, data_files: [data/a/b.parquet, data/c.parquet], columns: [prompt]",
+            ("custom", "data", "train", ("a/b.parquet", "c.parquet"), ""),
+        ),
+    ],
+)
+def test_a_mixture_of_one_data_set_is_that_data_set(entry, values, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"datasets:\n  - {{{entry}}}\ntest_split_size: 0.1\n")
+    task = compose("train", [str(file)])[0].task
+    assert (task.name, task.path, task.split, task.files, task.subset) == values
+    assert task.hold_out
+    assert compose("train", [str(file), "recipe=trl"])[0].task.hold_out
+
+
+def test_a_chat_template_is_a_file_or_in_a_tokenizers_folder(tmp_path):
+    file = tmp_path / "chat_template.jinja"
+    file.write_text("{{ messages }}")
+    for path in (file, tmp_path):
+        config, _ = compose("train", [f"chat_template_path={path}"])
+        assert config.model.template == str(file)
 
 
 @pytest.mark.parametrize(

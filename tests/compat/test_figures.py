@@ -317,6 +317,7 @@ NOT_SHOWN = {
     "verl rows in both files",
     "trl minibatches",
     "trl greedy evaluation",
+    "trl long prompts",
     "trl max_staleness",
     "trl weights in flight",
     "verl staleness_threshold",

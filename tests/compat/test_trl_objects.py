@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -542,6 +543,54 @@ def test_an_epoch_on_a_number_of_devices_that_is_open_is_refused(tmp_path):
         compose("train", [*words, "eval_strategy=epoch"])
 
 
+def limit_of(words):
+    return compose("train", words)[0].sampling.max_prompt_tokens
+
+
+def test_trls_defaults_have_no_limit_for_the_prompts_of_ones_own_rows(tmp_path, monkeypatch):
+    """None is dropped, whether the settings come as flags, as a file or from Python."""
+    question = "Tom has 3 apples. "
+    rows = [{"prompt": question * times, "answer": "1"} for times in (1, 1, 1, 400)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = tmp_path / "grpo.yaml"
+    settings.write_text(
+        f"dataset_name: {file}\nnum_generations: 4\nper_device_train_batch_size: 4\n"
+    )
+    flags = [f"dataset_name={file}", "num_generations=4", "per_device_train_batch_size=4"]
+    limit = limit_of(["recipe=trl", *flags])
+    assert limit > 1024
+    config, _ = compose("train", [str(settings), "recipe=trl"])
+    assert config.sampling.max_prompt_tokens == limit
+    assert config.steps == 3 * 4  # epochs of all rows
+    seen = []
+
+    def train(config, functions, console, task, recipe):
+        seen.append(config.sampling.max_prompt_tokens)
+        raise shoal.ShoalError("enough")
+
+    monkeypatch.setattr("shoal.commands.train.train", train)
+    with pytest.raises(shoal.ShoalError, match="enough"):
+        shoal.train(args=GRPOConfig(), train_dataset=rows, reward_funcs=[ones])
+    with pytest.raises(shoal.ShoalError, match="enough"):  # the longest prompt is evaluated alone
+        shoal.train(
+            args=GRPOConfig(), train_dataset=rows[:3], eval_dataset=rows[3:], reward_funcs=[ones]
+        )
+    assert seen == [limit, limit]
+
+
+def test_a_limit_for_prompts_is_what_is_asked_for_or_that_of_the_task(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 3)
+    rows = f"dataset_name={file}"
+    assert limit_of(["recipe=trl", rows, "max_prompt_length=300"]) == 300
+    assert limit_of(["recipe=trl", rows, "sampling.max_prompt_tokens=300"]) == 300
+    assert limit_of(["recipe=trl", rows]) == 1024  # as the preset of such data
+    assert limit_of(["recipe=trl", "dataset_name=me/not-here"]) == 1024
+    assert limit_of(["recipe=trl", "task=math"]) == limit_of(["task=math"]) == 512
+    assert limit_of(["recipe=trl"]) == limit_of([])
+
+
 @dataclass
 class EpochsConfig(GRPOConfig):
     """GRPOConfig with TRL's epochs."""
@@ -723,6 +772,29 @@ def test_an_evaluation_without_rows_is_refused(monkeypatch):
     keywords = {"recipe": "trl", "train_dataset": SAME_PROMPTS, "reward_funcs": [ones]}
     with pytest.raises(shoal.ShoalError, match=r"task.hold_out=false leaves no rows.*eval_dataset"):
         shoal.train(**keywords, eval_strategy="steps", run_name="", max_steps=1)
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "task"])
+def test_data_that_are_none_are_refused(monkeypatch, name):
+    """A loader that returned nothing must not train on the packaged questions."""
+
+    def run(config, *_):
+        raise shoal.ShoalError(f"runs on {config.task.name}")
+
+    monkeypatch.setattr("shoal.commands.train.train", run)
+    monkeypatch.setattr("shoal.commands.evaluate.evaluate", run)
+    nothing = {name: None, "reward_funcs": ones}
+    for call in (shoal.train, shoal.evaluate):
+        with pytest.raises(shoal.ShoalError, match=f"^{name} is None: expected rows, a list of"):
+            call(**nothing)
+        with pytest.raises(shoal.ShoalError, match="runs on gsm8k"):
+            call(**nothing, dataset_name="gsm8k")
+    with pytest.raises(shoal.ShoalError, match=r"^train_dataset is None"):
+        shoal.train(train_dataset=None, eval_dataset=None, reward_funcs=ones, args=GRPOConfig())
+    with pytest.raises(shoal.ShoalError, match="runs on rows"):  # TRL's default of eval_dataset
+        shoal.train(task=None, train_dataset=PROMPTS, eval_dataset=None, reward_funcs=ones)
+    with pytest.raises(shoal.ShoalError, match="runs on words"):
+        shoal.train(reward_funcs=ones, eval_dataset=None)
 
 
 def test_an_error_has_the_arguments_name_and_two_frames():

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, TypeVar
 
 from shoal.config.foreign import (
@@ -301,6 +303,24 @@ def read_data_set(name: str, text: str) -> KeyValues:
         "task.split": Yielding("train"),
         "task.files": Yielding([]),
         "task.subset": Yielding(""),
+    }
+
+
+def values_of_files(name: str, files: Sequence[str]) -> dict[str, Any]:
+    """Returns the values of keys for files of training rows: one file is task.path; for several, or
+    a pattern like `data/*.jsonl`, task.path is the folder above them all, and task.files has their
+    paths in it. ShoalError if some paths are absolute and others are not. `files`: at least one;
+    `name`: the flag's, for the error."""
+    if len({PurePath(file).is_absolute() for file in files}) > 1:
+        raise ShoalError(
+            f"{name}={','.join(files)}: expected absolute paths or relative ones, not both"
+        )
+    if len(files) == 1 and "*" not in files[0]:
+        return {"task.path": files[0]}
+    folder = PurePath(os.path.commonpath([PurePath(file).parent for file in files]))
+    return {
+        "task.path": str(folder),
+        "task.files": [str(PurePath(file).relative_to(folder)) for file in files],
     }
 
 

@@ -11,9 +11,12 @@ about that, '' for nothing. A rule raises ShoalError for a text that it cannot c
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
-from dataclasses import dataclass, fields
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +37,12 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.config.train import samples_for_pass_k
 from shoal.files import offline
-from shoal.records import ShoalError
+from shoal.records import Example, ShoalError
 from shoal.runs.layout import LAST, is_run, last_run
 from shoal.runs.reader import read_requested
 from shoal.stop import NotHere
 from shoal.tasks.custom import given_task
-from shoal.tasks.task import Task, load_by_name
+from shoal.tasks.task import OWN_DATA, Task, load_by_name
 from shoal.text import count, exact
 
 
@@ -876,23 +879,25 @@ class _Rows:
     dropped: str = ""  # on those that are dropped, for a sentence
 
 
-def _training_rows(get: GetValue) -> _Rows | None:
-    """Returns the training rows without those whose prompts will be dropped: reads the files that
-    task.path names, or takes the rows that were given from Python. None if the data is not here.
-    ShoalError if it cannot be used."""
+def _task_here(get: GetValue) -> tuple[Task | None, str]:
+    """Returns the task whose rows are in the files that task.path names, or were given from Python,
+    and where they are, for a sentence; the task is None if they are not here. ShoalError if they
+    cannot be used."""
     settings = {field.name: get(f"task.{field.name}") for field in fields(TaskSection)}
     section = TaskSection(**settings)
     path = Path(section.path).expanduser()
     if section.name == ROWS:
-        task = given_task(section)
-        place = "from Python"
-    elif section.path and path.exists():
+        return given_task(section), "from Python"
+    if section.path and path.exists():
         # The rewards do not change the rows, so those of the run are not needed.
-        task = load_by_name(section, RewardSection())
-        place = f"in {path.name}"
-    else:
-        task = None
-        place = ""
+        return load_by_name(section, RewardSection()), f"in {path.name}"
+    return None, ""
+
+
+def _training_rows(get: GetValue) -> _Rows | None:
+    """Returns the training rows without those whose prompts will be dropped (`_task_here`). None if
+    the data is not here. ShoalError if it cannot be used."""
+    task, place = _task_here(get)
     if task is None:
         return None
     number = len(task.train)
@@ -917,10 +922,22 @@ def _training_rows(get: GetValue) -> _Rows | None:
 
 
 def _num_short_rows(task: Task, get: GetValue) -> int | None:
-    """Returns how many training rows have a prompt that the run does not drop, by the tokenizer and
-    the chat template of the run. None where that is not known before the run: of more than
-    MOST_MEASURED rows, with tools or environments, which may write into prompts, and if the model
-    is not here."""
+    """Returns how many training rows have a prompt that the run does not drop. None where that is
+    not known before the run: of more than MOST_MEASURED rows, and without their lengths
+    (`_prompt_lengths`)."""
+    if len(task.train) > MOST_MEASURED:
+        return None
+    lengths = _prompt_lengths(task, task.train, get)
+    if lengths is None:
+        return None
+    return sum(length <= get("sampling.max_prompt_tokens") for length in lengths)
+
+
+def _prompt_lengths(task: Task, examples: Sequence[Example], get: GetValue) -> list[int] | None:
+    """Returns the numbers of tokens of these examples' prompts, by the tokenizer and the chat
+    template of the run; those that are empty or that the template refuses are left out. None where
+    they are not known before the run: with tools or environments, which may write into prompts, and
+    if the model is not here. `task`: of the examples."""
     # Here, because they import JAX, and most configurations do not get here.
     from shoal.job.data_source import up_to_answer
     from shoal.job.task import with_system_prompt
@@ -928,7 +945,7 @@ def _num_short_rows(task: Task, get: GetValue) -> int | None:
     from shoal.weights.source import open_model
 
     in_turns = any(get(f"environment.{key}") for key in ("tools", "factory", "rollout", "agent"))
-    if len(task.train) > MOST_MEASURED or in_turns or task.tools or task.environments:
+    if in_turns or task.tools or task.environments:
         return None
     names = ("path", "name", "tokenizer", "template", "template_variables")
     settings = {name: get(f"model.{name}") for name in names}
@@ -942,22 +959,59 @@ def _num_short_rows(task: Task, get: GetValue) -> int | None:
     except (ShoalError, NotHere):  # the run says what is wrong with the model, or downloads it
         return None
     learns_from_data = get("algorithm.name") == "sft"
-    task = with_system_prompt(task, get("task.system"))
+    task = with_system_prompt(replace(task, train=examples), get("task.system"))
     refused: list[str] = []
-    number = 0
+    lengths = []
     for example in task.train:
         if learns_from_data:
             example = up_to_answer(example)
         prompt = prepare(
             example,
             lambda example: tokenizer.encode_prompt(example.prompt),
-            get("sampling.max_prompt_tokens"),
+            sys.maxsize,
             "drop",
             refused.append,
         )
         if prompt is not None:
-            number += 1
-    return number
+            lengths.append(len(prompt.prompt_ids))
+    return lengths
+
+
+ROOM_FOR_PROMPTS = 1024
+"""Tokens that prompts of one's own data may have with TRL's defaults at least, as in the preset of
+task=custom."""
+
+MOST_TOKENIZED = 10_000
+"""Of more rows than these only those with the most characters are tokenized to find the longest
+prompt."""
+
+
+def trl_prompts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts max_prompt_length to sampling.max_prompt_tokens. None is no limit, which TRL 1.16
+    has for no prompt: for one's own data it becomes the longest prompt of the rows to train and
+    evaluate on, or ROOM_FOR_PROMPTS if that is more or if the lengths are not known before the run
+    (`_prompt_lengths`). A task of Shoal keeps its own limit, so nothing is set."""
+    _, text = last_of(given)
+    if text.lower() not in NOTHING:
+        return {"sampling.max_prompt_tokens": text}, ""
+    task, place = _task_here(get)
+    if task is None and get("task.name") not in OWN_DATA:
+        return {}, "a task of Shoal has its own limit"
+    unknown = f"{ROOM_FOR_PROMPTS:,} tokens, as the longest prompt is not known before the run"
+    if task is None:
+        return {"sampling.max_prompt_tokens": str(ROOM_FOR_PROMPTS)}, unknown
+    examples = [*task.train]
+    for questions in task.evaluations.values():
+        examples += questions
+    longest_texts = heapq.nlargest(
+        MOST_TOKENIZED, examples, key=lambda example: len(str(example.prompt))
+    )
+    lengths = _prompt_lengths(task, longest_texts, get)
+    if not lengths:
+        return {"sampling.max_prompt_tokens": str(ROOM_FOR_PROMPTS)}, unknown
+    longest = max(lengths)
+    values = {"sampling.max_prompt_tokens": str(max(ROOM_FOR_PROMPTS, longest))}
+    return values, f"no limit: the longest prompt {place} has {count(longest, 'token')}"
 
 
 def _steps_of_epoch(rows: int, prompts: int, get: GetValue) -> int:
@@ -1427,6 +1481,7 @@ RULES: tuple[Rule, ...] = (
     verl_run_folder,
     verl_resume,
     verl_long_prompts,
+    trl_prompts,
     maxtext_lengths,
     maxtext_devices,
     maxtext_pathways,

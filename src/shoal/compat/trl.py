@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from shoal.compat import flags, rules
 from shoal.compat.flags import (
@@ -281,6 +284,71 @@ def read_reward(item: str) -> str:
     )
 
 
+def read_template(name: str, text: str) -> KeyValues:
+    """Converts chat_template_path, a Jinja file or the folder of a tokenizer, to model.template.
+    ShoalError if it is neither, or the folder has no chat_template.jinja."""
+    path = Path(text).expanduser()
+    file = path / "chat_template.jinja" if path.is_dir() else path
+    if not file.is_file():
+        raise ShoalError(
+            f"{name}={text}: there is no file {file}; expected a Jinja file, or a folder with "
+            "chat_template.jinja"
+        )
+    return {"model.template": str(file)}
+
+
+_OF_A_DATA_SET = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
+"""Fields of an entry of TRL's `datasets`."""
+
+_FILE_LOADERS = ("json", "parquet")
+"""Values of an entry's `path` with which its rows are those of `data_files`."""
+
+
+def read_mixture(name: str, text: str) -> KeyValues:
+    """Converts datasets, a mixture of data sets, to the keys task.* if it has one entry. Its `path`
+    is a data set like dataset_name, or `json` or `parquet` with `data_files`. `columns` and
+    `fraction` do not change which rows there are. ShoalError for several entries, and for one that
+    names no data set."""
+    entries = yaml.safe_load(text)
+    is_list = isinstance(entries, list) and all(isinstance(entry, Mapping) for entry in entries)
+    if not is_list or not entries:
+        raise ShoalError(f"{name}={text:.60}: expected a list of one entry with a path")
+    if len(entries) > 1:
+        raise ShoalError(
+            f"{name} has {len(entries)} entries: a mixture of data sets is not supported; write "
+            "their rows into one file, and give dataset_name=FILE"
+        )
+    [entry] = entries
+    for field in entry:
+        if field not in _OF_A_DATA_SET:
+            raise ShoalError(
+                f"{name}: an entry has the field {field}: expected {', '.join(_OF_A_DATA_SET)}"
+            )
+    given = {field: value for field, value in entry.items() if value not in (None, "None")}
+    path = str(given.get("path", ""))
+    files = given.get("data_files", [])
+    files = [files] if isinstance(files, str) else files
+    if not path:
+        raise ShoalError(f"{name}: an entry has no path: expected a data set, or json or parquet")
+    if "data_dir" in given or not isinstance(files, list):
+        raise ShoalError(
+            f"{name}: an entry has data_dir, or data_files for several splits: expected the paths "
+            "of training files in data_files; task.eval_split=FILE names those to evaluate on"
+        )
+    if path in _FILE_LOADERS and not files:
+        raise ShoalError(f"{name}: an entry with path={path} has no data_files: expected a file")
+    if path in _FILE_LOADERS:
+        values = {**flags.read_data_set(name, files[0]), **flags.values_of_files(name, files)}
+    else:
+        values = dict(flags.read_data_set(name, path))
+        if files:
+            values["task.files"] = files
+    for field, key in (("name", "task.subset"), ("split", "task.split")):
+        if field in given:
+            values[key] = str(given[field])
+    return values
+
+
 _NOT_PLAIN = {
     "lora_dropout": "sampler and trainer would be two models",
     "use_dora": "an adapter is plain LoRA",
@@ -411,7 +479,6 @@ FLAGS: list[Flag] = [
         max_completion_length="sampling.max_completion_tokens",
         response_length="sampling.max_completion_tokens",
         sft_model_path="model.path",
-        max_prompt_length="sampling.max_prompt_tokens",
         temperature="sampling.temperature",
         top_p="sampling.top_p",
         entropy_coef="algorithm.entropy_coef",
@@ -429,6 +496,14 @@ FLAGS: list[Flag] = [
         dataset_test_split="task.eval_split",
         sapo_temperature_pos="algorithm.sapo_positive",
         sapo_temperature_neg="algorithm.sapo_negative",
+    ),
+    *derived(
+        rules.trl_prompts,
+        "sampling.max_prompt_tokens",
+        "None, as in TRL 1.16, which has no such flag: one's own rows have no limit but the "
+        "longest prompt",
+        "max_prompt_length",
+        keeps_nothing=True,
     ),
     reads("top_k", "sampling.top_k", flags.least_zero("sampling.top_k"), "-1 is 0: off"),
     reads(
@@ -662,6 +737,26 @@ FLAGS: list[Flag] = [
         flags.read_data_set,
         "a task of ours for gsm8k, openai/gsm8k, ifeval, math; else task=custom with its path",
     ),
+    reads(
+        "chat_template_path",
+        "model.template",
+        read_template,
+        "of SFTConfig: a Jinja file, or a folder with chat_template.jinja",
+    ),
+    reads(
+        "datasets",
+        "task.name task.path task.files task.subset task.split",
+        read_mixture,
+        "a mixture of one entry: its path is as dataset_name, or json or parquet with data_files; "
+        "several entries are an error",
+    ),
+    reads(
+        "test_split_size",
+        "task.hold_out",
+        flags.one_of({"0.1": {"task.hold_out": "true"}}),
+        "only 0.1: a tenth of the rows is held out; other rows to evaluate on are "
+        "task.eval_split=FILE",
+    ),
     *derived(
         rules.trl_schedule,
         "optimizer.schedule optimizer.warmup_steps",
@@ -863,6 +958,7 @@ FLAGS: list[Flag] = [
     *refused("an adapter is of whole products", "lora_target_parameters"),
     *refused(QUANTISED, "load_in_8bit", "load_in_4bit", "quantization_config"),
     *refused("the model's shape and weights come from model.path", "model_init_kwargs"),
+    *refused("a teacher's shape and weights come from teacher.path", "teacher_model_init_kwargs"),
     *idle(
         "it has no effect on what is computed here",
         """
@@ -880,9 +976,9 @@ FLAGS: list[Flag] = [
     *only(
         "a model's own files are read; download another revision and give its folder",
         "main",
-        names="model_revision model_init_kwargs.revision",
+        names="model_revision model_init_kwargs.revision teacher_model_revision",
     ),
-    *refused("data are read whole", "dataset_streaming"),
+    *refused("data are read whole", "dataset_streaming", "streaming"),
     *refused(
         "a run ends with its last weights; checkpoint.keep_best=1 keeps the checkpoint with the "
         "best evaluation, which model= and from= take as RUN/checkpoints/STEP; leave it out",
@@ -928,6 +1024,7 @@ FLAGS: list[Flag] = [
         "teacher's likeliest tokens",
         "use_teacher_server",
         "teacher_model_server_url",
+        "teacher_server_urls",
     ),
     *refused(
         "algorithm.correction=mis masks by the ratio of trainer and sampler",
@@ -974,7 +1071,17 @@ FLAGS: list[Flag] = [
         "completions for Weights & Biases and TensorBoard",
         is_switch=True,
     ),
-    *idle("every group is written to the run's groups/", "num_completions_to_print"),
+    *idle(
+        "every group is written to the run's groups/",
+        "num_completions_to_print",
+        "log_completions_steps",
+    ),
+    *idle("an update whose gradient is not finite is skipped, and counted", "debug"),
+    *counts_with(
+        "use_teacher_server",
+        "loss_top_k loss_add_tail reverse_kl_top_1_mode teacher_temperature teacher_top_k "
+        "add_tail_bucket",
+    ),
     *idle(
         "every step is written",
         "logging_steps",

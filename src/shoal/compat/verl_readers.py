@@ -3,9 +3,7 @@ flags together."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from pathlib import PurePath
 from typing import Any
 
 from shoal.compat import flags
@@ -361,14 +359,7 @@ def read_train_files(name: str, text: str) -> KeyValues:
     files = flags.items_of(text)
     if not files or text == "null":
         raise ShoalError(f"{name}={text}: expected a file, or a list of files")
-    values: dict[str, Any] = {"task.name": Yielding("custom", to_all=True), "task.path": files[0]}
-    if len({PurePath(file).is_absolute() for file in files}) > 1:
-        raise ShoalError(f"{name}={text}: expected absolute paths or relative ones, not both")
-    if len(files) > 1:
-        folder = PurePath(os.path.commonpath([PurePath(file).parent for file in files]))
-        values["task.path"] = str(folder)
-        values["task.files"] = [str(PurePath(file).relative_to(folder)) for file in files]
-    return values
+    return {"task.name": Yielding("custom", to_all=True), **flags.values_of_files(name, files)}
 
 
 def read_val_files(name: str, text: str) -> KeyValues:

@@ -405,6 +405,19 @@ def test_an_update_of_less_than_a_group_is_refused_in_trls_words():
     assert (config.algorithm.num_minibatches, config.algorithm.num_epochs) == (2, 2)
 
 
+def test_strings_that_end_a_completion_are_read_from_generation_kwargs():
+    stops = ["\n\n", "a, b"]
+    for name in ("stop_strings", "stop"):  # of transformers and of vLLM
+        config, _ = resolved_of(args={"generation_kwargs": {name: stops, "top_k": 5}})
+        assert config.sampling.stop == tuple(stops)
+        assert config.sampling.top_k == 5
+    config, _ = resolved_of(generation_kwargs={"stop_strings": "x", "min_p": None})
+    assert config.sampling.stop == ("x",)
+    message = r"generation_kwargs.num_beams=2 is not supported: .*stop_strings"
+    with pytest.raises(shoal.ShoalError, match=message):
+        resolved_of(generation_kwargs={"num_beams": 2})
+
+
 def test_how_a_model_is_loaded_there_does_not_matter_here():
     keywords = {
         "attn_implementation": "flash_attention_2",
@@ -811,6 +824,11 @@ def test_of_two_flags_of_a_key_the_one_with_its_name_is_shown():
     assert said == (
         "optimizer.warmup_steps is too long (in TRL: optimizer.warmup_steps is warmup_steps)"
     )
+    # Not eval_on_start, which sets this key beside another.
+    said = in_their_names("lower train.evaluate_every", resolved)
+    assert said == "lower train.evaluate_every (in TRL: train.evaluate_every is eval_steps)"
+    said = in_their_names("no evaluation: train.evaluate_every=-1", resolved)
+    assert said.endswith("(in TRL: train.evaluate_every=-1 is eval_strategy=no)")
 
 
 def test_an_error_of_a_run_has_the_arguments_name(tmp_path):

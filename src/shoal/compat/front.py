@@ -786,6 +786,7 @@ def add_typed_names(message: str, resolved: Resolved) -> str:
     if votes[-1][0] > votes[-2][0]:  # not if two systems are equally likely
         system = votes[-1][1]
     named: dict[str, str] = {}
+    precedences: dict[str, tuple[bool, bool]] = {}  # key -> that of the flag in `named`
     for flag in SYSTEMS.get(system, ()):
         if flag.is_pattern:
             continue
@@ -797,9 +798,17 @@ def add_typed_names(message: str, resolved: Resolved) -> str:
             is_typed = origin and origin.partition(" ")[0] not in PACKAGED.values()
             if is_typed or not is_mentioned:
                 continue
-            # Of several flags the one with the key's own name, like `warmup_steps`.
-            if key not in named or flag.name == key.rpartition(".")[2]:
+            # Of several flags the one with the key's own name, like `warmup_steps`, else the first
+            # that is mainly about this key.
+            precedence = (flag.name == key.rpartition(".")[2], flag.keys[0] == key)
+            if key not in named or precedence > precedences[key]:
                 named[key] = flag.name
+                precedences[key] = precedence
+    for setting, theirs in trl.SETTINGS.items() if system == "TRL" else ():
+        key = setting.partition("=")[0]
+        if key in named and setting in message:
+            del named[key]
+            named[setting] = theirs
     if "HF_TOKEN" in message and system == "MaxText":
         named["HF_TOKEN"] = HUB_TOKEN_KEY
     explained = with_origins(message, resolved.origins)

@@ -470,6 +470,10 @@ def read_trackers(name: str, text: str) -> KeyValues:
     return values
 
 
+SETTINGS = {"train.evaluate_every=-1": "eval_strategy=no"}
+"""Setting that an error or a warning advises -> the same in TRL, where another flag sets the other
+values of the key."""
+
 FLAGS: list[Flag] = [
     *flags.renames(
         learning_rate="optimizer.lr",
@@ -496,6 +500,11 @@ FLAGS: list[Flag] = [
         dataset_test_split="task.eval_split",
         sapo_temperature_pos="algorithm.sapo_positive",
         sapo_temperature_neg="algorithm.sapo_negative",
+        generation_kwargs__stop_strings="sampling.stop",
+        generation_kwargs__stop="sampling.stop",
+        generation_kwargs__top_k="sampling.top_k",
+        generation_kwargs__top_p="sampling.top_p",
+        generation_kwargs__min_p="sampling.min_p",
     ),
     *derived(
         rules.trl_prompts,
@@ -578,15 +587,6 @@ FLAGS: list[Flag] = [
         "epsilon",
     ),
     *grouped(read_clip, "algorithm.clip_high", "None: as epsilon", "epsilon_high"),
-    *grouped(
-        read_ppo,
-        "algorithm.advantage algorithm.kl_placement batch.group_size critic.lam "
-        "algorithm.num_epochs algorithm.clip_low algorithm.clip_high critic.value_clip "
-        "algorithm.discount algorithm.lam algorithm.kl_coef algorithm.kl",
-        "of PPOConfig: PPO with a critic, and its defaults for what is not given; the KL is "
-        "subtracted from the reward at the last token, there from each token's",
-        *_OF_PPO,
-    ),
     *idle(
         "a critic has an optimizer of its own, whose step does not depend on a factor of its loss; "
         "critic.lr does",
@@ -730,6 +730,15 @@ FLAGS: list[Flag] = [
         "algorithm.advantage",
         "normalize_then_sum: gdpo",
         "multi_objective_aggregation",
+    ),
+    *grouped(
+        read_ppo,
+        "algorithm.advantage algorithm.kl_placement batch.group_size critic.lam "
+        "algorithm.num_epochs algorithm.clip_low algorithm.clip_high critic.value_clip "
+        "algorithm.discount algorithm.lam algorithm.kl_coef algorithm.kl",
+        "of PPOConfig: PPO with a critic, and its defaults for what is not given; the KL is "
+        "subtracted from the reward at the last token, there from each token's",
+        *_OF_PPO,
     ),
     reads(
         "dataset_name",
@@ -940,7 +949,7 @@ FLAGS: list[Flag] = [
     *refused("training has no noise on embeddings", "neftune_noise_alpha"),
     *refused("a target is one token", "label_smoothing_factor"),
     *refused(
-        "sampling has temperature, top_k, top_p and min_p",
+        "sampling has temperature, top_k, top_p, min_p and, in generation_kwargs, stop_strings",
         "generation_kwargs",
         "vllm_structured_outputs_regex",
     ),

@@ -75,7 +75,8 @@ R = TypeVar("R")
 
 def _with_short_errors(function: Callable[P, R]) -> Callable[P, R]:
     """Returns a function that does the same, and whose ShoalErrors have no traceback of Shoal's
-    inner frames and no earlier error before them: the message says what to change."""
+    inner frames and no earlier error before them: the message says what to change. So have
+    interrupts whose message says how to resume."""
 
     @functools.wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:
@@ -83,6 +84,10 @@ def _with_short_errors(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **keywords)
         except ShoalError as error:
             raise error.with_traceback(None) from None
+        except KeyboardInterrupt as interrupt:
+            if not interrupt.args:  # it may have come at any place, which its traceback shows
+                raise
+            raise interrupt.with_traceback(None) from None
 
     return call
 
@@ -121,7 +126,8 @@ def train(
     completion_ids, **columns) -> list of numbers`. `tools`, `environment`, `rollout`: functions
     that the model may call, a class of environments, a function that plays rollouts
     (docs/agents.md), or their names. `dry_run=True` trains nothing: it makes the checks of `shoal
-    train --dry-run`, prints what that prints, and returns the value of each key by its dotted name.
+    train --dry-run`, prints its notes and warnings, and returns the value of each key by its dotted
+    name.
     All other keys are those of `shoal train --help`: nested
     (`optimizer={"lr": 1e-5}`), dotted (`**{"optimizer.lr": 1e-5}`) or with two underscores
     (`optimizer__lr=1e-5`). A key whose value is None counts as not given; but ShoalError if
@@ -359,14 +365,23 @@ def _with_environments_named(config: Any, task: Task | None) -> Any:
 def _dry_run(
     config: Any, resolved: Resolved, functions: Sequence[Callable], data: Task | None
 ) -> dict[str, Any]:
-    """Prints what the command's `--dry-run` prints, and returns the value of each key by its dotted
-    name. `functions`, `data`: given from Python; `resolved`: the merge that made `config`.
+    """Prints what the command's `--dry-run` prints, but for the YAML, and returns the value of each
+    key by its dotted name; `batch.prompts_per_step` is that of all devices, if `mesh` says how many
+    there are. `functions`, `data`: given from Python; `resolved`: the merge that made `config`.
     ShoalError if the command would refuse the configuration."""
     from shoal.commands.help import dry_run
+    from shoal.config.derived import trainer_devices
     from shoal.config.key import values_of
+    from shoal.config.train import Config
 
-    print(dry_run(config, resolved, functions, data), end="")
-    return values_of(config)
+    print(dry_run(config, resolved, functions, data, with_settings=False), end="")
+    values = values_of(config)
+    if isinstance(config, Config):
+        devices = trainer_devices(config.mesh)
+        each = config.batch.prompts_per_device
+        if each and devices:
+            values["batch.prompts_per_step"] = each * devices
+    return values
 
 
 @contextmanager

@@ -684,6 +684,18 @@ def test_the_learning_rate_in_one_line(optimizer: dict[str, Any], text: str):
     assert learning_rate_text(Config(optimizer=section)).endswith(text)
 
 
+def test_a_resumed_run_says_from_which_update_its_learning_rate_is():
+    """The updates before may have had another rate."""
+    config = Config(steps=40, optimizer=OptimizerSection(lr=5e-5, warmup_steps=0))
+    assert learning_rate_text(config, steps_made=8) == "learning rate: 5e-05 from update 9 on"
+    two_updates = replace(config, algorithm=replace(config.algorithm, num_epochs=2))
+    assert learning_rate_text(two_updates, steps_made=8).endswith("from update 17 on")
+    rising = replace(config, optimizer=replace(config.optimizer, warmup_steps=20))
+    assert "in the first 20 of 40 updates" in learning_rate_text(rising, steps_made=8)
+    falling = replace(config, optimizer=replace(config.optimizer, schedule="linear"))
+    assert learning_rate_text(falling, steps_made=8).endswith("this run continues at update 9")
+
+
 # launch prints the job, sft needs data, groups a run
 @pytest.mark.parametrize(
     "command", [command for command in COMMANDS if command not in ("launch", "sft", "groups")]

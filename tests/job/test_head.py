@@ -327,6 +327,17 @@ def test_what_flags_of_other_systems_became_is_said():
     )
 
 
+def test_many_flags_are_in_several_short_lines():
+    words = ["--learning_rate=3e-6", "--num_generations=4", "--temperature=0.7", "--top_p=0.9"]
+    words += ["--max_completion_length=32", "--weight_decay=0.1", "--adam_beta1=0.8"]
+    _, resolved = compose("train", words)
+    lines = [line for line in resolved.start_lines if line.startswith("flags: ")]
+    assert len(lines) > 2
+    assert max(map(len, lines)) <= 102
+    named = "; ".join(line.removeprefix("flags: ") for line in lines)
+    assert named == "; ".join(resolved.renamed)
+
+
 # ---- dry run
 
 

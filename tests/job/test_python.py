@@ -356,10 +356,31 @@ def test_a_dry_run_prints_what_the_command_prints_and_returns_the_settings(tmp_p
     settings = shoal.train(**keywords, dry_run=True)
     of_command = of_command.replace("# command line", "# Python")
     of_command = of_command.replace("# --num_generations", "# the argument num_generations")
-    assert capsys.readouterr().out == of_command
+    # The settings are in what is returned, so their YAML is not printed.
+    comments = [line for line in of_command.splitlines() if line.startswith("#")]
+    assert capsys.readouterr().out.splitlines() == comments
     assert (settings["steps"], settings["batch.group_size"]) == (3, 4)
     assert settings["base_output_directory"] == str(runs)
     assert not runs.exists()
+
+
+def test_a_dry_run_returns_the_prompts_of_a_step_on_all_devices(tmp_path):
+    keywords = {"output_dir": tmp_path, "batch__prompts_per_device": 2, "dry_run": True}
+    assert shoal.train(**keywords)["batch.prompts_per_step"] == 2
+
+
+def test_an_interrupt_that_says_how_to_resume_has_a_short_traceback(monkeypatch):
+    def run(message):
+        raise KeyboardInterrupt(*message)
+
+    frames = {}
+    for message in (["stopped after step 8 of 10"], []):
+        monkeypatch.setattr("shoal.commands.train.train", lambda *_, message=message: run(message))
+        with pytest.raises(KeyboardInterrupt) as stopped:
+            shoal.train()
+        frames[bool(message)] = len(stopped.traceback)
+    assert frames[True] == 2  # the call, and the line that raises it
+    assert frames[False] > 3  # whoever is interrupted elsewhere sees where
 
 
 def test_a_dry_run_checks_rows_and_functions_from_python(tmp_path, monkeypatch, capsys):

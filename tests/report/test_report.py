@@ -1018,6 +1018,7 @@ def test_the_summary_compares_before_and_after():
                 SimpleNamespace(
                     steps_made=1,
                     seconds_total=93.25,
+                    seconds_training=61.5,
                     sample_tokens_per_second=1500.0,
                     train_tokens_per_second=None,
                     num_compilations=1200,
@@ -1033,8 +1034,8 @@ def test_the_summary_compares_before_and_after():
         "+24.0 points"
     )
     assert (
-        "1 step in 1:33 for 0.0456: sampling 1.5k tokens/s, training -, with the compilation of "
-        "1,200 programs in this process" in lines
+        "1 step in 1:33 for 0.0456, 1:02 of it in training steps: sampling 1.5k tokens/s, training "
+        "-, with the compilation of 1,200 programs in this process" in lines
     )
     assert "4,321 tokens sampled: 4,000 trained on, 321 unfinished" in lines
     assert lines[-8:] == [

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from shoal.commands.view.verdict import accuracy_change
 from shoal.protocols import RolloutStats
 from shoal.records import Failure
 from shoal.report import watch
@@ -102,9 +103,8 @@ def test_a_good_run_is_not_warned_of():
     assert not any(steps(watch, 1, version__unchanged=1, update__count=0))
     found = steps(watch, 9, update__skipped=1, update__count=1)  # skipped now and then
     assert [finding.level for step in found for finding in step] == ["warning"]
-    assert not watch.evaluation(
-        5, {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}, {"accuracy": 0.41}
-    )
+    before = {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}
+    assert not watch.evaluation(5, before, {"accuracy": 0.38, "accuracy_interval": [0.28, 0.48]})
 
 
 def test_a_reward_function_that_never_varies_is_named():
@@ -190,29 +190,44 @@ def test_the_loop_sees_the_first_failure_of_a_function():
     assert [finding.text for finding in recorder.warned] == [failure.text] and len(shown) == 1
 
 
-def test_an_accuracy_below_the_interval_of_before_training_is_warned_of():
+def test_an_accuracy_that_fell_by_more_than_noise_is_warned_of():
     watch = Watch()
     before = {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}
-    [finding] = watch.evaluation(20, before, {"accuracy": 0.39})
-    assert "39.0%" in finding.text and "40.0%" in finding.text and "step 20" in finding.text
-    assert not watch.evaluation(40, before, {"accuracy": 0.1})
-    [finding] = Watch().evaluation(
-        20, before | {"mean_reward": 0.5}, {"accuracy": 0.39, "mean_reward": 0.6}
+    after = {"accuracy": 0.3, "accuracy_interval": [0.2, 0.4]}
+    [finding] = watch.evaluation(20, before, after)
+    assert finding.text.startswith(
+        "after step 20 accuracy is 30.0%, in the first evaluation it was 50.0%: a loss of 5.9 "
+        "points or more (95%)"
     )
+    assert not watch.evaluation(40, before, after)
+    assert not Watch().evaluation(20, before, {"accuracy": 0.3})  # of too few answers
+    [finding] = Watch().evaluation(20, before | {"mean_reward": 0.5}, after | {"mean_reward": 0.6})
     assert "change reward.functions" in finding.text and "optimizer.lr" not in finding.text
     assert not Watch().evaluation(20, {"mean_reward": 0.5}, {"mean_reward": 0.1})
     [finding] = Watch().evaluation(  # a reward that never judges
-        20, before | {"mean_reward": None}, {"accuracy": 0.39, "mean_reward": None}
+        20, before | {"mean_reward": None}, after | {"mean_reward": None}
     )
     assert "lower optimizer.lr" in finding.text
 
 
-def test_of_fewer_questions_the_whole_interval_must_be_below():
+def test_a_warning_and_the_page_judge_a_change_of_accuracy_alike():
+    """Else the terminal said `worse` where the page said `within noise`."""
+    for low, high in ((0.3, 0.5), (0.22, 0.42), (0.2, 0.4), (0.1, 0.3)):
+        accuracy = (low + high) / 2
+        curve = {"x": [0, 5], "y": [0.5, accuracy], "low": [0.4, low], "high": [0.6, high]}
+        before = {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}
+        after = {"accuracy": accuracy, "accuracy_interval": [low, high]}
+        change = accuracy_change(curve)
+        assert change
+        assert bool(Watch().evaluation(5, before, after)) == (change.sign < 0)
+
+
+def test_of_fewer_questions_accuracy_must_fall_further():
     before = {"accuracy": 0.37, "accuracy_interval": [0.33, 0.41], "num_questions": 500}
-    # these may be harder ones
     quick = {"accuracy": 0.3, "accuracy_interval": [0.22, 0.4], "num_questions": 100}
+    whole = {"accuracy": 0.3, "accuracy_interval": [0.26, 0.34], "num_questions": 500}
     assert not Watch().evaluation(20, before, quick)
-    assert Watch().evaluation(20, before, quick | {"num_questions": 500})
+    assert Watch().evaluation(20, before, whole)
     assert Watch().evaluation(
         20, before, quick | {"accuracy": 0.2, "accuracy_interval": [0.13, 0.29]}
     )

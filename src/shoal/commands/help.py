@@ -293,14 +293,16 @@ def dry_run(
     resolved: Resolved,
     functions: Sequence[Callable] = (),
     task: Task | None = None,
+    with_settings: bool = True,
 ) -> str:
     """Checks a configuration as its command would, and returns the text that a dry run prints: the
     resolved configuration as YAML, then comments (lines that begin with `#`): notes of the merge,
     what other systems' flags became, values that differ from the defaults with their origins, and
     what the check found; for a training also the hub id that `model.name` loads and the size of a
-    step. For `shoal plan` it has no YAML. Prints nothing itself; a reward function that the check
-    calls may. ShoalError if the command would refuse the configuration. `resolved`: the merge that
-    made `config`; `functions`, `task`: reward functions and data that were given from Python."""
+    step. For `shoal plan`, and without `with_settings`, it has no YAML. Prints nothing itself; a
+    reward function that the check calls may. ShoalError if the command would refuse the
+    configuration. `resolved`: the merge that made `config`; `functions`, `task`: reward functions
+    and data that were given from Python."""
     from shoal.config.merge import origin_text
     from shoal.config.stored import difference_from_defaults
 
@@ -333,7 +335,7 @@ def dry_run(
             )
     lines += _checked(config, resolved, functions, task)
     # For a plan only the estimate matters; `shoal train --dry-run` prints the settings.
-    text = "" if isinstance(config, PlanConfig) else to_yaml(config)
+    text = to_yaml(config) if with_settings and not isinstance(config, PlanConfig) else ""
     for line in lines:
         comment = f"# {' '.join(line.splitlines())}"
         text += comment.rstrip() + "\n"

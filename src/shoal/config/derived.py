@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.choices import CORRECTIONS
+from shoal.config.sections.devices import MeshSection
 from shoal.config.train import Config
 from shoal.records import ShoalError
 from shoal.text import count, number_text
@@ -234,6 +235,14 @@ def evaluates_as_in_training(config: Config) -> bool:
     return not max_support(config) and not needs_truncation
 
 
+def trainer_devices(mesh: MeshSection) -> int:
+    """Returns the number of the trainer's devices, the product of the mesh's axes; 0 if
+    mesh.fsdp=-1 leaves it open."""
+    devices = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
+    devices *= mesh.dcn_data * mesh.dcn_fsdp
+    return max(0, devices)
+
+
 def step_text(config: Config) -> str:
     """Returns the size of a step in one line. With batch.prompts_per_device it says `32 prompts a
     device`, and the total only if the number of devices is known from the mesh.
@@ -243,11 +252,9 @@ def step_text(config: Config) -> str:
     batch, algorithm = config.batch, config.algorithm
     completions, updates = step_sizes(config)
     if batch.prompts_per_device:
-        mesh = config.mesh
-        devices = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
-        devices *= mesh.dcn_data * mesh.dcn_fsdp
-        whole = ""  # stays '' if mesh.fsdp=-1 leaves the number of devices open
-        if devices > 0:
+        devices = trainer_devices(config.mesh)
+        whole = ""
+        if devices:
             whole = f" x {count(devices, 'device')} = {devices * completions} completions"
         return (
             f"this step = {count(batch.prompts_per_device, 'prompt')} a device x "
@@ -263,8 +270,9 @@ def step_text(config: Config) -> str:
     )
 
 
-def learning_rate_text(config: Config) -> str:
-    """Returns how the learning rate changes in the run, in one line.
+def learning_rate_text(config: Config, steps_made: int = 0) -> str:
+    """Returns how the learning rate changes in the run, in one line. `steps_made`: the steps that a
+    resumed run has made; they may have had another rate, so the line is about those that follow.
 
     learning rate: rises to 1e-06 in the first 5 of 15 updates, then stays"""
     optimizer = config.optimizer
@@ -281,8 +289,14 @@ def learning_rate_text(config: Config) -> str:
             f"learning rate: rises to {reached:.2g} in {count(updates, 'update')}; its warm-up to "
             f"{optimizer.lr:g} takes {warmup}"
         )
+    updates_made = steps_made * updates // max(1, config.steps)
+    if updates_made >= max(1, warmup) and optimizer.schedule == "constant":
+        return f"learning rate: {optimizer.lr:g} from update {updates_made + 1} on"
     if warmup <= 1:
-        return f"learning rate: {optimizer.lr:g} from the first update, which {after}"
+        text = f"learning rate: {optimizer.lr:g} from the first update, which {after}"
+        if updates_made:
+            text += f"; this run continues at update {updates_made + 1}"
+        return text
     return (
         f"learning rate: rises to {optimizer.lr:g} in the first {warmup} of "
         f"{count(updates, 'update')}, then {after}"

@@ -549,6 +549,10 @@ FEW = 3
 of them."""
 
 
+LINE_OF_FLAGS = 100
+"""Characters of a line of flags at the start of a run."""
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A configuration together with where each of its values came from."""
@@ -566,11 +570,18 @@ class Resolved:
 
     @property
     def start_lines(self) -> list[str]:
-        """Returns the lines to print at the start of a run: the notes, then one line with those
-        flags of other systems that have keys and no meaning to explain, if there are any."""
+        """Returns the lines to print at the start of a run: the notes, then those flags of other
+        systems that have keys and no meaning to explain, if there are any, in lines of about
+        LINE_OF_FLAGS characters."""
         lines = list(self.notes)
-        if self.renamed:
-            lines.append("flags: " + "; ".join(self.renamed))
+        line = ""
+        for text in self.renamed:
+            if line and len(line) + len(text) > LINE_OF_FLAGS:
+                lines.append(line)
+                line = ""
+            line = f"{line}; {text}" if line else f"flags: {text}"
+        if line:
+            lines.append(line)
         return lines
 
     @property
@@ -746,6 +757,7 @@ def _preset_not_loaded(config: Any, merged: Merged, file: Path) -> Iterator[str]
         for _, setting in merged.settings:
             if setting.of_rule:
                 keys_given.add(setting.key)
+        keys_given |= overridden_keys(config)
         differences = []
         for key in of_preset.in_effect:
             value, of_preset_value = get_value(config, key), of_preset.get(key)

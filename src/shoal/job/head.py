@@ -32,6 +32,7 @@ from shoal.model.config_json import read_config
 from shoal.model.transformer import Model
 from shoal.tasks.task import Task
 from shoal.text import shorten
+from shoal.weights.checkpoints import versions
 from shoal.weights.source import ModelSource
 
 FIRST_PROMPT = 240
@@ -73,7 +74,8 @@ def print_head(job: Job) -> None:
         if line:
             console.note(f"{name}: {line}")
     console.note(step_text(config))
-    console.note(learning_rate_text(config))
+    checkpoints = versions(job.resumed) if job.resumed else []
+    console.note(learning_rate_text(config, max(checkpoints, default=0)))
     theirs = their_sizes(config)
     if theirs:
         console.note(theirs)

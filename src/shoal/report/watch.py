@@ -16,7 +16,12 @@ import numpy as np
 from shoal.findings import Finding, Level
 from shoal.records import Failure, Group
 from shoal.runs.diagnosis import ROWS, SKIPPED_UPDATES, SYMPTOMS, Figure, Row, diagnose
-from shoal.runs.metrics import ENVIRONMENT, known_mean, paired_interval
+from shoal.runs.metrics import (
+    ENVIRONMENT,
+    known_mean,
+    paired_interval,
+    share_change_interval,
+)
 from shoal.runs.recipe import Position
 from shoal.text import count
 
@@ -165,25 +170,29 @@ class Watch:
     def evaluation(
         self, version: int, first: Mapping[str, Any], now: Mapping[str, Any]
     ) -> list[Finding]:
-        """Returns a list with a warning if accuracy on a data set has fallen below the 95% interval
-        that it had before training; else [], and [] if that was warned of before. If the
-        evaluations have different questions, like a quick evaluation, only if the whole new
-        interval is below. `first`, `now`: the figures of version 0 and of `version`."""
-        low_before = (first.get("accuracy_interval") or [None])[0]  # [0]: the lower end
-        accuracy = now.get("accuracy")
-        highest = accuracy  # what must be below `low_before`
-        if first.get("num_questions") != now.get("num_questions"):
-            highest = (now.get("accuracy_interval") or (None, None))[1]
-        if low_before is None or accuracy is None or highest is None:
-            return []
+        """Returns a list with a warning if accuracy on a data set is lower than in the first
+        evaluation, beyond the 95% interval of the difference (`share_change_interval`), from which
+        the page of the run judges too; else [], and [] if that was warned of before, or if one of
+        the evaluations has no interval. `first`, `now`: the figures of version 0 and of
+        `version`."""
+        shares = []
+        for figures in (first, now):
+            interval = figures.get("accuracy_interval")
+            accuracy = figures.get("accuracy")
+            if accuracy is None or not interval:
+                return []
+            shares.append((accuracy, interval[0], interval[1]))
+        before, after = shares
+        _, high = share_change_interval(before, after)
         name = "accuracy_below_first"
         reward_before = first.get("mean_reward")
         reward = now.get("mean_reward")
         # None: there are no rewards.
         if reward is not None and reward_before is not None and reward > reward_before:
             name = "accuracy_below_first_while_reward_rises"
-        words = {"version": version, "accuracy": accuracy, "low": low_before}
-        return self._findings([Figure(name, low_before - highest, words=words)])
+        words = {"version": version, "before": before[0], "after": after[0]}
+        words["points"] = -100 * high
+        return self._findings([Figure(name, -high, words=words)])
 
     def answers(self, version: int, answers: Sequence[Group]) -> list[Finding]:
         """Returns a list with a warning if the mean reward of the questions of a data set is lower

@@ -239,8 +239,8 @@ ROWS = (
         "accuracy_below_first_while_reward_rises",
         ">",
         0,
-        "after step {version} accuracy is {accuracy:.1%}, below the interval of the first "
-        "evaluation ({low:.1%} or more)",
+        "after step {version} accuracy is {after:.1%}, in the first evaluation it was "
+        "{before:.1%}: a loss of {points:.1f} points or more (95%)",
         "the reward rose, so it rewards something else: read completions, change reward.functions",
         "reward.functions",
         symptom="the-reward-rises-without-right-answers",
@@ -250,8 +250,8 @@ ROWS = (
         "accuracy_below_first",
         ">",
         0,
-        "after step {version} accuracy is {accuracy:.1%}, below the interval of the first "
-        "evaluation ({low:.1%} or more)",
+        "after step {version} accuracy is {after:.1%}, in the first evaluation it was "
+        "{before:.1%}: a loss of {points:.1f} points or more (95%)",
         "lower optimizer.lr, or set algorithm.kl_coef",
         "optimizer.lr",
         symptom="the-reward-falls-after-some-steps",

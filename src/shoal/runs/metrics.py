@@ -415,6 +415,25 @@ def paired_interval(differences: Sequence[float]) -> tuple[float, float] | None:
     return mean - half, mean + half
 
 
+def share_change_interval(
+    before: tuple[float, float, float], after: tuple[float, float, float]
+) -> tuple[float, float]:
+    """Returns (low, high), the 95% interval of the difference of two shares, such as accuracies,
+    from their own intervals: Newcombe (1998), method 10. `before`, `after`: (share, low, high) of
+    its 95% interval.
+
+    >>> share_change_interval((0.5, 0.4, 0.6), (0.3, 0.2, 0.4))
+    (-0.341..., -0.058...)
+    """
+    # In the paper's letters: p is the share before, q the one after.
+    p, p_low, p_high = before
+    q, q_low, q_high = after
+    difference = q - p
+    low = difference - math.hypot(q - q_low, p_high - p)
+    high = difference + math.hypot(q_high - q, p - p_low)
+    return low, high
+
+
 def _student_99(degrees: int) -> float:
     """Returns Student's t that 99% of a distribution with so many degrees of freedom (9 or more)
     lies within, on both sides of 0: the first terms of its expansion around the normal

@@ -293,7 +293,8 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
 
 def summary_facts(summary: Summary) -> str:
     """Returns a text on the steps, time, cost and speeds of a finished run: "20 steps in 3:05 for
-    1.2: sampling ... tokens/s, ...". The cost is left out if it is not known."""
+    1.2, 2:21 of it in training steps: sampling ... tokens/s, ...". The time is that of the whole
+    run, with evaluations and checkpoints. The cost is left out if it is not known."""
     steps = count(summary.steps_made, "step")
     sampling = speed_text(summary.sample_tokens_per_second)
     training = speed_text(summary.train_tokens_per_second)
@@ -302,8 +303,9 @@ def summary_facts(summary: Summary) -> str:
     if summary.cost is not None:
         cost = f" for {number_text(summary.cost)}"
     return (
-        f"{steps} in {duration(summary.seconds_total)}{cost}: sampling {sampling}, training "
-        f"{training}, with the compilation of {programs} in this process"
+        f"{steps} in {duration(summary.seconds_total)}{cost}, {duration(summary.seconds_training)} "
+        f"of it in training steps: sampling {sampling}, training {training}, with the compilation "
+        f"of {programs} in this process"
     )
 
 

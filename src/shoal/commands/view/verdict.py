@@ -21,7 +21,12 @@ import numpy as np
 from shoal.runs.diagnosis import Figure, row_named
 from shoal.runs.group_table import Added
 from shoal.runs.lines import rounded
-from shoal.runs.metrics import FEWEST_PAIRS, known_mean, paired_interval
+from shoal.runs.metrics import (
+    FEWEST_PAIRS,
+    known_mean,
+    paired_interval,
+    share_change_interval,
+)
 from shoal.text import count, number_text
 
 PART_STEPS, STUDENT = 5, 3.36
@@ -82,21 +87,15 @@ def accuracy_change(
     """Returns the change between two evaluations with its 95% interval; None if there are not two,
     or if one of these two has no interval. `curve`: lists x, y, low and high
     (`Evaluations.curves`); `first`, `last`: positions in them, by default of the first and the
-    newest evaluation.
-
-    The interval of the difference of two shares follows from the intervals of both: Newcombe
-    (1998), method 10."""
+    newest evaluation."""
     if len(curve.get("x", ())) < 2:
         return None
     if curve["low"][first] is None or curve["low"][last] is None:
         return None
-    # In the paper's letters: p is the share before, q the one after.
-    p, p_low, p_high = (curve[key][first] for key in ("y", "low", "high"))
-    q, q_low, q_high = (curve[key][last] for key in ("y", "low", "high"))
-    difference = q - p
-    low = difference - math.hypot(q - q_low, p_high - p)
-    high = difference + math.hypot(q_high - q, p - p_low)
-    return Change(p, q, low, high)
+    before = (curve["y"][first], curve["low"][first], curve["high"][first])
+    after = (curve["y"][last], curve["low"][last], curve["high"][last])
+    low, high = share_change_interval(before, after)
+    return Change(before[0], after[0], low, high)
 
 
 def reward_change(values: Sequence[float]) -> Change | None:

@@ -158,7 +158,7 @@ function drawStatus(view) {
     const { step, steps, seconds, seconds_left: left, step_seconds: lately } = record.progress;
     const bar = steps && step < steps ? el("progress", { max: steps, value: step, "aria-label": `step ${step} of ${steps}` }) : null;
     const facts = [steps ? `step ${num(step)} of ${num(steps)}` : `step ${num(step)}`,
-      seconds ? `${duration(seconds)} in steps` : "", left ? `${duration(left)} left` : "",
+      seconds ? `${duration(seconds)} in training steps` : "", left ? `${duration(left)} left` : "",
       lately ? `${num(lately)} s a step lately` : "",
       record.checkpoints.length ? `saved: ${record.checkpoints.slice(-4).join(", ")}` : ""].filter(Boolean);
     return el("div", { class: "card status" },

@@ -143,7 +143,11 @@ def test_adamw_writes_over_what_it_reads():
     state = learner.shapes()
     loss = jax.ShapeDtypeStruct((), jnp.float32, sharding=model.role.replicated)
     lowered = learner.programs["apply"].lower(
-        loss, state.trainable, state.updates, gradient=state.trainable, moments=state.optimizer
+        loss,
+        state.trainable,
+        state.updates,
+        gradient=state.trainable,
+        optimizer_state=state.optimizer,
     )
     memory = lowered.compile().memory_analysis()
     gradient = 4 * WEIGHTS

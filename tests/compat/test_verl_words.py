@@ -383,6 +383,34 @@ def test_a_resumed_run_restores_all_of_its_checkpoint():
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["T.val_before_train=False"], (False, -1)),
+        (["T.val_before_train=False", "T.test_freq=-1"], (False, -1)),
+        (["T.val_before_train=False", "T.test_freq=5"], (False, 5)),
+        (["T.val_before_train=False", "train.evaluate_every=5"], (False, 5)),
+        (["T.val_before_train=False", "train.evaluate_every=0"], (False, 0)),
+        (["T.val_before_train=True", "T.test_freq=-1"], (True, 0)),
+        (["T.test_freq=-1"], (True, 0)),
+        (["T.test_freq=0", "train.evaluate_first=false"], (False, -1)),
+        (["T.test_freq=2", "train.weight_sync_interval=3"], (True, 6)),
+    ],
+)
+def test_without_a_test_freq_verl_evaluates_before_training_or_never(words, expected):
+    words = [word.replace("T.", "trainer.") for word in words]
+    config, resolved = compose("train", ["recipe=verl", *words])
+    train = config.train
+    assert (train.evaluate_first, train.evaluate_every) == expected
+    said = " ".join(resolved.became)
+    assert ("no evaluation, as there" in said) == (train.evaluate_every == -1)
+    is_said = train.evaluate_every == 0 and "trainer.test_freq=-1" in words
+    assert ("which verl does not make" in said) == is_said
+    # Without verl's defaults the flag is only another name.
+    config, _ = compose("train", ["trainer.val_before_train=False"])
+    assert (config.train.evaluate_first, config.train.evaluate_every) == (False, -2)
+
+
 MODEL = "actor_rollout_ref.model."
 
 

@@ -403,24 +403,56 @@ def verl_staleness(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
     return values, "; ".join(reasons)
 
 
-VERL_COUNTS = {
-    "trainer.save_freq": "checkpoint.every",
-    "trainer.test_freq": "train.evaluate_every",
-    "rollout.test_freq": "train.evaluate_every",
-}
-
-
 def verl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
-    """Converts intervals that verl counts in weight updates of the sampler to steps, by the keys in
-    VERL_COUNTS; there may be several steps between weight updates. -1 becomes 0."""
-    each = get("train.weight_sync_interval")
+    """Converts verl's save_freq to checkpoint.every. It counts weight updates of the sampler, and
+    there may be several steps between them. -1 becomes 0."""
+    name, text = last_of(given)
+    return {"checkpoint.every": str(_steps_between(name, text, get))}, _of_weight_updates(get)
+
+
+def verl_evaluations(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts when verl evaluates: test_freq, counted in weight updates of the sampler, to
+    train.evaluate_every, val_before_train to train.evaluate_first.
+
+    With a test_freq of 0 or less verl evaluates neither during training nor after it: without
+    val_before_train never, so that train.evaluate_every becomes -1; with it before training alone,
+    which becomes 0, before and after. With verl's own defaults (recipe=verl) this holds without
+    test_freq, too, unless something else sets train.evaluate_every."""
     values = {}
-    for name, text in given.items():
-        weight_updates = max(0, to_int(name, text, -1))
-        values[VERL_COUNTS[name]] = str(weight_updates * each)
-    if each == 1:
+    first = get("train.evaluate_first")
+    name = "trainer.val_before_train"
+    if name in given:
+        first = to_bool(name, given[name])
+        values["train.evaluate_first"] = str(first).lower()
+    frequencies = {flag: text for flag, text in given.items() if flag.endswith(".test_freq")}
+    if frequencies:
+        every = _steps_between(*last_of(frequencies), get)
+        values["train.evaluate_every"] = str(every)
+    elif get("recipe") == "verl" and get("train.evaluate_every") == 0:
+        every = 0
+    else:
         return values, ""
-    return values, f"counted in weight updates of the sampler there, one in {each} steps"
+    if every:
+        return values, _of_weight_updates(get)
+    if first:
+        sentence = "there is an evaluation after the last step too, which verl does not make"
+        return values, sentence if frequencies else ""
+    values["train.evaluate_every"] = "-1"
+    return values, "no evaluation, as there; trainer.test_freq=N evaluates after each N steps"
+
+
+def _steps_between(name: str, text: str, get: GetValue) -> int:
+    """Returns an interval that verl counts in weight updates of the sampler, in steps; -1 is 0.
+    `name`, `text`: the flag's."""
+    return max(0, to_int(name, text, -1)) * get("train.weight_sync_interval")
+
+
+def _of_weight_updates(get: GetValue) -> Sentence:
+    """Returns a sentence on what verl's intervals count; '' if it is steps."""
+    each = get("train.weight_sync_interval")
+    if each == 1:
+        return ""
+    return f"counted in weight updates of the sampler there, one in {each} steps"
 
 
 def verl_rollout_steps(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
@@ -1498,6 +1530,7 @@ RULES: tuple[Rule, ...] = (
     trl_staleness,
     verl_staleness,
     verl_counts,
+    verl_evaluations,
     verl_validation,
     trl_updates,
     trl_episodes,

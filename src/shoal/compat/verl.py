@@ -570,13 +570,20 @@ FLAGS: list[Flag] = [
         _T + "save_freq",
     ),
     *derived(
-        rules.verl_counts,
+        rules.verl_evaluations,
         "train.evaluate_every",
-        "-1: only before and after; times trigger_parameter_sync_step",
+        "times trigger_parameter_sync_step; -1: before training and after it, with "
+        "val_before_train=False never",
         _T + "test_freq",
         "rollout.test_freq",
     ),
-    Flag(_T + "val_before_train", ("train.evaluate_first",), is_switch=True),
+    *derived(
+        rules.verl_evaluations,
+        "train.evaluate_first train.evaluate_every",
+        "false with recipe=verl, without test_freq: no evaluation, as there",
+        _T + "val_before_train",
+        is_switch=True,
+    ),
     Flag("data.shuffle", ("train.shuffle",), is_switch=True),
     reads(
         _T + "logger",

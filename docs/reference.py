@@ -621,10 +621,9 @@ $$Your command line, the same flags here, and the same job in Shoal's own keys:
 ```
 
 A configuration file of @@ is an argument by itself, `shoal train FILE`. A recipe beside it sets
-only what the file leaves out.
+only what the file leaves out. Names of Shoal's keys, such as `seed` or `run_name`, are those keys.
 
-%%Every flag and what it becomes ([Migrating](migrating.md) says where they work). A flag that
-has the name of a key of Shoal, such as `seed` or `run_name`, is that key and is not listed:
+%%Every other flag and what it becomes ([Migrating](migrating.md) says where they work):
 """
 
 

@@ -313,6 +313,7 @@ DIFFERENT: dict[str, str] = {
 
 NOT_SHOWN = {
     "verl long prompts",
+    "verl gen_batch_size",
     "verl best@k",
     "verl rows in both files",
     "trl minibatches",

@@ -825,9 +825,9 @@ def test_of_two_flags_of_a_key_the_one_with_its_name_is_shown():
         "optimizer.warmup_steps is too long (in TRL: optimizer.warmup_steps is warmup_steps)"
     )
     # Not eval_on_start, which sets this key beside another.
-    said = in_their_names("lower train.evaluate_every", resolved)
+    said = add_typed_names("lower train.evaluate_every", resolved)
     assert said == "lower train.evaluate_every (in TRL: train.evaluate_every is eval_steps)"
-    said = in_their_names("no evaluation: train.evaluate_every=-1", resolved)
+    said = add_typed_names("no evaluation: train.evaluate_every=-1", resolved)
     assert said.endswith("(in TRL: train.evaluate_every=-1 is eval_strategy=no)")
 
 

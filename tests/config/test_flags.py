@@ -938,6 +938,10 @@ def test_a_file_that_leaves_a_tasks_preset_out_says_so(tmp_path):
         and "sampling.max_completion_tokens=64 (preset: 512)" in note
         and "defaults: [gsm8k, _self_]" in note
     )
+    assert "batch.prompts_per_step=32 (preset: " in note
+    file.write_text("task: gsm8k\nbatch: {prompts_per_device: 2}\n")
+    [note] = compose("train", [str(file)])[1].notes
+    assert "batch.prompts_per_step" not in note  # another key takes its place
     file.write_text("defaults: [gsm8k, _self_]\noptimizer: {lr: 1.0e-5}\n")
     config, resolved = compose("train", [str(file)])
     assert (config.sampling.max_completion_tokens, config.optimizer.lr, resolved.notes) == (

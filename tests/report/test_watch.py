@@ -212,7 +212,7 @@ def test_an_accuracy_that_fell_by_more_than_noise_is_warned_of():
 
 def test_a_warning_and_the_page_judge_a_change_of_accuracy_alike():
     """Else the terminal said `worse` where the page said `within noise`."""
-    for low, high in ((0.3, 0.5), (0.22, 0.42), (0.2, 0.4), (0.1, 0.3)):
+    for low, high in ((0.3, 0.5), (0.28, 0.48), (0.22, 0.42), (0.1, 0.3)):
         accuracy = (low + high) / 2
         curve = {"x": [0, 5], "y": [0.5, accuracy], "low": [0.4, low], "high": [0.6, high]}
         before = {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from shoal.compat.flags import Flag
 from shoal.compat.front import SYSTEMS
 from shoal.runs.metrics import METRICS, is_clock
+from shoal.trainer.callbacks import TRL_NAMES
 
 EVALUATION: Mapping[str, tuple[str, str]] = {
     "num_questions": ("questions", "number of questions"),
@@ -73,49 +74,47 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
 }
 """Figure of an evaluation -> unit, meaning."""
 
-ELSEWHERE: Mapping[str, tuple[str, str]] = {
-    "reward/mean": ("`reward`", "`critic/score/mean`"),
-    "reward/min": ("", "`critic/score/min`"),
-    "reward/max": ("", "`critic/score/max`"),
-    "rewards/{function}": ("`rewards/{function}/mean`", ""),
-    "groups/nonzero_std": ("1 - `frac_reward_zero_std`", ""),
-    "completions/length_mean": ("`completions/mean_length`", "`response_length/mean`"),
-    "completions/length_min": ("`completions/min_length`", "`response_length/min`"),
-    "completions/length_max": ("`completions/max_length`", "`response_length/max`"),
-    "completions/length_ended_mean": ("`completions/mean_terminated_length`", ""),
-    "completions/truncated": ("`completions/clipped_ratio`", "`response_length/clip_ratio`"),
-    "prompts/length_mean": ("", "`prompt_length/mean`"),
-    "loss": ("`loss`", "`actor/pg_loss`, with the KL term"),
-    "kl": ("`kl`", "`actor/kl_loss`"),
-    "critic/vf_loss": ("", "`critic/vf_loss`"),
-    "critic/vf_explained_var": ("", "`critic/vf_explained_var`"),
-    "critic/vf_clipfrac": ("", "`critic/vf_clipfrac`"),
-    "critic/vpred_mean": ("", "`critic/vpred_mean`"),
-    "critic/values/mean": ("", "`critic/values/mean`"),
-    "critic/values/min": ("", "`critic/values/min`"),
-    "critic/values/max": ("", "`critic/values/max`"),
-    "critic/returns/mean": ("", "`critic/returns/mean`"),
-    "critic/returns/min": ("", "`critic/returns/min`"),
-    "critic/returns/max": ("", "`critic/returns/max`"),
-    "critic/grad_norm": ("", "`critic/grad_norm`"),
-    "critic/lr": ("", "`critic/lr`"),
-    "entropy": ("`entropy`", "`actor/entropy`"),
-    "clip/fraction": ("`clip_ratio/region_mean`", "`actor/pg_clipfrac`"),
-    "clip/low": ("`clip_ratio/low_mean`", ""),
-    "clip/high": ("`clip_ratio/high_mean`", ""),
-    "sampler_gap/logprob_mean": ("`sampling/sampling_logp_difference/mean`", ""),
-    "sampler_gap/logprob_max": ("`sampling/sampling_logp_difference/max`", ""),
-    "grad_norm": ("`grad_norm`", "`actor/grad_norm`"),
-    "lr": ("`learning_rate`", "`actor/lr`"),
-    "staleness": ("`sample/staleness_mean`", "`training/off_policy/trajectory_staleness/mean`"),
-    "staleness/max": ("`sample/staleness_max`", "`training/off_policy/trajectory_staleness/max`"),
-    "time/step_seconds": ("`step_time`", "`timing_s/step`"),
-    "time/sample_seconds": ("", "`timing_s/gen`"),
-    "time/reward_seconds": ("", "`timing_s/reward`"),
-    "time/update_seconds": ("", "`timing_s/update_actor`"),
-    "mfu": ("`perf/mfu_wall_clock`", "`perf/mfu/actor`, of updates only"),
+VERL_NAMES: Mapping[str, str] = {
+    "reward/mean": "`critic/score/mean`",
+    "reward/min": "`critic/score/min`",
+    "reward/max": "`critic/score/max`",
+    "completions/length_mean": "`response_length/mean`",
+    "completions/length_min": "`response_length/min`",
+    "completions/length_max": "`response_length/max`",
+    "completions/truncated": "`response_length/clip_ratio`",
+    "prompts/length_mean": "`prompt_length/mean`",
+    "loss": "`actor/pg_loss`, with the KL term",
+    "kl": "`actor/kl_loss`",
+    "critic/vf_loss": "`critic/vf_loss`",
+    "critic/vf_explained_var": "`critic/vf_explained_var`",
+    "critic/vf_clipfrac": "`critic/vf_clipfrac`",
+    "critic/vpred_mean": "`critic/vpred_mean`",
+    "critic/values/mean": "`critic/values/mean`",
+    "critic/values/min": "`critic/values/min`",
+    "critic/values/max": "`critic/values/max`",
+    "critic/returns/mean": "`critic/returns/mean`",
+    "critic/returns/min": "`critic/returns/min`",
+    "critic/returns/max": "`critic/returns/max`",
+    "critic/grad_norm": "`critic/grad_norm`",
+    "critic/lr": "`critic/lr`",
+    "entropy": "`actor/entropy`",
+    "clip/fraction": "`actor/pg_clipfrac`",
+    "grad_norm": "`actor/grad_norm`",
+    "lr": "`actor/lr`",
+    "staleness": "`training/off_policy/trajectory_staleness/mean`",
+    "staleness/max": "`training/off_policy/trajectory_staleness/max`",
+    "time/step_seconds": "`timing_s/step`",
+    "time/sample_seconds": "`timing_s/gen`",
+    "time/reward_seconds": "`timing_s/reward`",
+    "time/update_seconds": "`timing_s/update_actor`",
+    "mfu": "`perf/mfu/actor`, of updates only",
 }
-"""Metric -> what TRL and verl call the same thing."""
+"""Metric -> what verl calls the same thing."""
+
+TRL_TERMS: Mapping[str, str] = {name: f"`{theirs}`" for name, theirs in TRL_NAMES.items()} | {
+    "groups/nonzero_std": "1 - `frac_reward_zero_std`",
+}
+"""Metric -> what TRL calls the same thing."""
 
 _METRICS_HEAD = """\
 # Metrics
@@ -465,7 +464,8 @@ def metrics_page() -> str:
             row.unit,
             row.reduction.value,
             row.meaning,
-            *ELSEWHERE.get(name, ("", "")),
+            TRL_TERMS.get(name, ""),
+            VERL_NAMES.get(name, ""),
         )
         for name, row in METRICS.items()
     ]
@@ -600,7 +600,51 @@ with a positive advantage, which `algorithm.clip_dual` does not.
 
 Shoal accepts these flags and recipes, but the numbers differ:
 
-%%"""
+%%
+
+## Callbacks
+
+`shoal.train` takes TRL's `callbacks`: objects or classes with the methods of `TrainerCallback`,
+your own or those of transformers, which Shoal does not import:
+
+```python
+from transformers import TrainerCallback
+
+class StopAtReward(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs.get("reward", 0) > 0.9:
+            control.should_training_stop = True
+
+result = shoal.train(model=model, reward_funcs=[reward], train_dataset=rows,
+                     callbacks=[StopAtReward])
+result["stopped_by"], result["steps_made"]    # "the callback StopAtReward", 37
+```
+
+* **Methods** that are called: `on_init_end` and `on_train_begin`; in each step `on_step_begin`,
+  `on_step_end`, `on_log`, then `on_evaluate` and `on_save` where there is an evaluation or a
+  checkpoint; `on_train_end`. A method of yours that no run calls, like `on_epoch_end`, is a
+  warning.
+* **`control`**: `should_training_stop` ends the run after the step, with a checkpoint and a last
+  evaluation. `should_save` and `should_evaluate` act after the step if `on_step_begin`,
+  `on_step_end` or `on_log` sets them. Each step is logged. `should_epoch_stop` is an error.
+* **`state`**: `global_step` and `max_steps` count Shoal's steps, which may make several updates.
+  `epoch`, `log_history` and `best_metric` are as in transformers. `run_folder` is the run's folder.
+* **`logs`** and **`metrics`**: the figures of [Metrics](metrics.md) under TRL's names and their
+  own. Those of an evaluation begin with `eval_`: `eval_reward`, `eval_accuracy`; of further data
+  sets with `eval_NAME_`.
+* **`args`**: the GRPOConfig that was given. Without one it has `output_dir`, `max_steps`,
+  `learning_rate`, `eval_steps` and some more, and your keyword arguments.
+* **`model`**, **`optimizer`**: cannot be read; the error says what there is instead.
+
+`EarlyStoppingCallback` needs evaluations while training (`eval_strategy="steps", eval_steps=10`)
+and a figure of them (`metric_for_best_model="eval_reward"`). The evaluation before training counts,
+if there is one. `load_best_model_at_end` is an error, as without callbacks.
+
+A callback that raises ends the run with its error, after a checkpoint of the step. A run that a
+callback stopped has come to its end: the same call returns its result, and `resume=` continues it
+with the bits that it would have had. Callbacks of a resumed run get the history in `state`; what a
+callback counts itself begins anew. With several processes the first one calls them.
+"""
 
 _FLAGS_HEAD = """\
 # Coming from @@
@@ -767,7 +811,7 @@ def migrating_page() -> str:
         for line, here in (("theirs", "here"), ("---", "---"), *_INSTALLATION)
     )
     head = _MIGRATING_HEAD.replace("&&", install)
-    return head.replace("^^", links).replace("@@", places).replace("%%", differences) + "\n"
+    return head.replace("^^", links).replace("@@", places).replace("%%", differences)
 
 
 def _flags(rows: Iterable[Flag]) -> Iterator[str]:

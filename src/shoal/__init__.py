@@ -120,7 +120,8 @@ def train(
     to evaluate on the training rows; by default the last rows of the data are held out.
     `train_dataset` and `eval_dataset`, TRL's names, mean the same. Of TRL's other objects
     `peft_config` and `args` are read, a LoraConfig and a GRPOConfig (docs/flags-trl.md); with a
-    GRPOConfig all else has TRL's defaults, unless `recipe` is given (None: Shoal's).
+    GRPOConfig all else has TRL's defaults, unless `recipe` is given (None: Shoal's). `callbacks`:
+    objects or classes of the form of transformers' TrainerCallback (docs/migrating.md).
     `correct(text, example)`: whether a completion solves its example; without it there is no
     accuracy, only the mean reward. `reward`: a function or several, `f(prompts, completions,
     completion_ids, **columns) -> list of numbers`. `tools`, `environment`, `rollout`: functions
@@ -133,7 +134,7 @@ def train(
     (`optimizer__lr=1e-5`). A key whose value is None counts as not given; but ShoalError if
     `train_dataset` or `task` is None, and nothing else names the data."""
     from shoal.commands.train import train as run
-    from shoal.compat.trl_objects import notes_on_arguments, without_objects
+    from shoal.compat.trl_objects import notes_on_arguments, take_callbacks, without_objects
     from shoal.config.keywords import held_out_name
     from shoal.job.cache import cache_by_configuration
     from shoal.job.process import open_console
@@ -143,6 +144,7 @@ def train(
     from shoal.tasks.custom import given_data, listed
 
     notes = notes_on_arguments(overrides)
+    overrides, callbacks = take_callbacks(overrides)
     overrides = without_objects(overrides)
     empty = _names_of_none(task=task, train_dataset=train_dataset)
     task = _by_either_name("task", task, "train_dataset", train_dataset)
@@ -165,7 +167,8 @@ def train(
             return _dry_run(config, resolved, functions, data)
         cache_by_configuration()
         config, console = open_console(config)
-        summary = run(config, functions, _console(resolved, console), data, resolved.recipe)
+        console = _console(resolved, console)
+        summary = run(config, functions, console, data, resolved.recipe, callbacks)
     return Result(Path(summary.run_folder), summary)
 
 

@@ -170,7 +170,7 @@ def test_a_grpo_config_that_needs_a_gpu_by_default_is_read_without_one(monkeypat
 def test_a_grpo_config_has_trls_defaults(monkeypatch, keywords, recipe, kl_coef):
     made = []
 
-    def train(config, functions, console, task, recipe):
+    def train(config, functions, console, task, recipe, callbacks):
         made.append(config)
         raise shoal.ShoalError("enough")
 
@@ -235,7 +235,7 @@ def test_objects_that_are_not_used_are_named_by_their_classes():
         "processing_class=[object] changes nothing here: the tokenizer is the model's, but for "
         "another chat template; model.tokenizer=FOLDER names another"
     ]
-    with pytest.raises(shoal.ShoalError, match=r"callbacks=\[Kind\] is not .* result.metrics"):
+    with pytest.raises(shoal.ShoalError, match=r"callbacks=\[Kind\] is not .*in Python shoal"):
         resolved_of(callbacks=[Kind.LORA.__class__])
     with pytest.raises(shoal.ShoalError, match="peft_config='x': expected a LoraConfig"):
         resolved_of(peft_config="x")
@@ -578,7 +578,7 @@ def test_trls_defaults_have_no_limit_for_the_prompts_of_ones_own_rows(tmp_path, 
     assert config.steps == 3 * 4  # epochs of all rows
     seen = []
 
-    def train(config, functions, console, task, recipe):
+    def train(config, functions, console, task, recipe, callbacks):
         seen.append(config.sampling.max_prompt_tokens)
         raise shoal.ShoalError("enough")
 
@@ -640,7 +640,7 @@ def numbers(count):
 def test_a_run_on_rows_from_python_has_trls_epochs(monkeypatch, tmp_path, keywords, steps):
     made = []
 
-    def train(config, functions, console, task, recipe):
+    def train(config, functions, console, task, recipe, callbacks):
         made.append((config, task))
         raise shoal.ShoalError("enough")
 

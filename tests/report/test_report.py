@@ -1017,6 +1017,7 @@ def test_the_summary_compares_before_and_after():
             summary_facts(
                 SimpleNamespace(
                     steps_made=1,
+                    stopped_by="",
                     seconds_total=93.25,
                     seconds_training=61.5,
                     sample_tokens_per_second=1500.0,

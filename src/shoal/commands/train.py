@@ -19,6 +19,7 @@ from shoal.runs.lines import Summary
 from shoal.runs.reader import StoredRun, read_summary
 from shoal.tasks.task import Task
 from shoal.text import count, one_line
+from shoal.trainer.callbacks import GivenCallbacks
 
 
 def train(
@@ -27,16 +28,17 @@ def train(
     console: Console | None = None,
     task: Task | None = None,
     recipe: Recipe | None = None,
+    callbacks: GivenCallbacks | None = None,
 ) -> Summary:
     """Trains, and returns the run's summary, which is also stored in the run's folder. If the
-    folder that the configuration names holds an unfinished run, that run is resumed; one that has
-    made all its steps is left unchanged, and its summary returned. An unfinished run with the same
+    folder that the configuration names holds an unfinished run, that run is resumed; one that came
+    to its end is left unchanged, and its summary returned. An unfinished run with the same
     settings in another folder is only pointed to by a note. `reward_functions`, `task`: given from
     Python in place of those that the configuration names; an empty sequence or None for the
     configuration's. `recipe`: of the settings file that was loaded; a resumed run follows the one
-    in its folder, if there is one. An error is also written to the run's log, and raised. Ctrl-C
-    saves the last complete step and raises KeyboardInterrupt. A `console` that is given can be used
-    afterwards; None: one for this command."""
+    in its folder, if there is one. `callbacks`: given from Python. An error is also written to the
+    run's log, and raised. Ctrl-C saves the last complete step and raises KeyboardInterrupt. A
+    `console` that is given can be used afterwards; None: one for this command."""
     with console or Console() as console:
         plan = resolve_run(config, console)
         summary = read_summary(plan.run) if plan.run else None
@@ -46,11 +48,18 @@ def train(
                 f"an unfinished run with these settings is in {unfinished_run}: "
                 f"resume={unfinished_run} continues it"
             )
-        if plan.run and summary and summary.steps == plan.config.steps:
-            console.note(
-                f"{address(plan.run)} has made its {count(plan.config.steps, 'step')} already: "
-                "give more steps to continue, or another run_name"
+        if plan.run and summary and summary.is_end_for(plan.config.steps, config.resume):
+            where = address(plan.run)
+            text = (
+                f"{where} has made its {count(plan.config.steps, 'step')} already: give more steps "
+                "to continue, or another run_name"
             )
+            if summary.stopped_by:
+                text = (
+                    f"{where} was stopped by {summary.stopped_by} after step {summary.steps_made} "
+                    f"of {summary.steps}: resume={where} continues it"
+                )
+            console.note(text)
             return summary
         if plan.run:
             recipe = StoredRun(plan.run).recipe() or recipe
@@ -61,6 +70,7 @@ def train(
             functions=reward_functions,
             task=task,
             recipe=recipe,
+            callbacks=callbacks,
         ) as job:
             try:
                 try:

@@ -1007,8 +1007,8 @@ FLAGS: list[Flag] = [
         "eval_dataset",
     ),
     *refused(
-        "a run has no callbacks: metrics are in result.metrics and in the run's folder while it "
-        "trains, report.* sends them to trackers, train.on_warning=stop ends a run that goes wrong",
+        "in Python shoal.train(callbacks=[...]) calls them; on a command line "
+        "train.on_warning=stop ends a run that goes wrong, and report.* sends metrics to trackers",
         "callbacks",
     ),
     *refused(
@@ -1188,14 +1188,19 @@ FLAGS: list[Flag] = [
     *idle("the first interval between evaluations is as long as the others", "eval_delay"),
     *idle(
         "the best evaluation is that of the highest accuracy, without a judge of answers that of "
-        "the highest mean reward",
+        "the highest mean reward; callbacks, in Python, find both in their args",
         "metric_for_best_model greater_is_better",
     ),
     *idle(
         "a checkpoint holds all that a run resumes from",
         """
-          save_only_model save_on_each_node ignore_data_skip restore_callback_states_from_checkpoint
+          save_only_model save_on_each_node ignore_data_skip
           """,
+    ),
+    *only(
+        "callbacks are new objects in a resumed run, whose state has the figures of its steps",
+        "false",
+        names="restore_callback_states_from_checkpoint",
     ),
     *idle("the port of TRL's own transfer of weights", "vllm_group_port"),
     *counts_with("loss_type=vespo", "vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg"),

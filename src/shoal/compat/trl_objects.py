@@ -15,6 +15,7 @@ from shoal.config.names import names_of
 from shoal.config.train import Config
 from shoal.records import ShoalError
 from shoal.text import shorten
+from shoal.trainer.callbacks import GivenCallbacks, make_callbacks
 
 BY_CLASS = (
     "processing_class",
@@ -66,6 +67,29 @@ def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> 
         if classes:
             remaining[name] = classes
     return remaining
+
+
+def take_callbacks(
+    keywords: Mapping[str, Any],
+) -> tuple[dict[str, Any], GivenCallbacks | None]:
+    """Returns (the keyword arguments without `callbacks`, the callbacks with what belongs to them);
+    None if there are none. ShoalError for one that is no callback."""
+    remaining = dict(keywords)
+    given = remaining.pop("callbacks", None)
+    if given is None or given == []:
+        return remaining, None
+    arguments = keywords.get("args")
+    settings: dict[str, Any] = {}
+    if isinstance(arguments, Mapping):
+        settings |= arguments
+        arguments = None
+    for name, value in remaining.items():
+        if name.isidentifier() and isinstance(value, str | int | float):
+            settings[name] = value
+    callbacks = GivenCallbacks(
+        make_callbacks(given), arguments, settings, keywords.get("processing_class")
+    )
+    return remaining, callbacks
 
 
 MODEL_NAMES = ("model", "model.path", "model__path", "model_name_or_path")

@@ -82,12 +82,13 @@ def _check_job(config: Any, findings: Findings, command: str, **given: Any) -> N
     if command in ("train", "sft"):
         from shoal.job.resume import resolve_run
 
+        resume = config.resume
         plan = resolve_run(config, findings.of("configuration"))
         config = plan.config
         resumed = plan.run
         if resumed:
             summary = read_summary(resumed)
-            if summary and summary.steps == config.steps:
+            if summary and summary.is_end_for(config.steps, resume):
                 return
         has_other_processes = _has_processes(config, findings)
     # `shoal doctor` is judged like the run that it examines.

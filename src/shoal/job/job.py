@@ -138,6 +138,7 @@ from shoal.tasks.splits import evaluating
 from shoal.tasks.task import OWN_DATA, Task
 from shoal.tasks.template import Hint
 from shoal.text import gib
+from shoal.trainer.callbacks import GivenCallbacks
 from shoal.trainer.critic import Critic, find_critic
 from shoal.trainer.evaluation import make_evaluator
 from shoal.trainer.loss import make_objective
@@ -200,6 +201,7 @@ class Job(StagedJob):
         functions: Sequence[Callable] = (),
         task: Task | None = None,
         recipe: Recipe | None = None,
+        callbacks: GivenCallbacks | None = None,
         devices: Sequence[Any] = (),
         model_source: ModelSource | None = None,
         findings: Findings | None = None,
@@ -208,7 +210,8 @@ class Job(StagedJob):
         """Makes a job without opening a stage. `resumed`: the folder of the run that is resumed;
         None for a new run. `functions`, `task`: reward functions and data that were passed from
         Python; if `task` is given, its own reward functions are used in place of `functions`.
-        `recipe`: the recipe that a training run follows. `devices`: devices to use in place of this
+        `recipe`: the recipe that a training run follows. `callbacks`: those of a training run that
+        were passed from Python; None if there are none. `devices`: devices to use in place of this
         machine's; empty: all that JAX finds. `model_source`: a model to use in place of the one
         that `model.path` names; with it a training job is one of `estimate` unless `command` says
         otherwise. `findings`: where stages record what they find; None: a new object. `command`:
@@ -227,6 +230,7 @@ class Job(StagedJob):
         self.functions = functions
         self._given_task = task
         self.recipe = recipe
+        self.callbacks = callbacks or GivenCallbacks()
         if devices:
             self.opened["devices"] = devices
         if model_source is not None:

@@ -225,7 +225,11 @@ def _check_steps(run: Path, stored: Config, config: Config, report: Console | Fi
 
     saved = versions(run)
     summary = read_summary(run)
-    ended = summary.steps if summary else 0  # only a run that has ended has a summary
+    ended = 0  # only a run that has ended has a summary
+    if summary and summary.stopped_by and not summary.is_end_for(config.steps, config.resume):
+        ended = summary.steps_made  # the run goes on from there
+    elif summary:
+        ended = summary.steps
     made = max(saved, default=0)
     made = max(made, ended)
     if made > config.steps:

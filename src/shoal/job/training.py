@@ -42,6 +42,7 @@ from shoal.runs.reader import StoredRun, read_requested
 from shoal.runs.recipe import Followed
 from shoal.runs.writer import NullRunWriter, RunWriter
 from shoal.stop import StopSignal
+from shoal.trainer.callbacks import Callbacks, KnownArguments, TrainingState
 from shoal.trainer.evaluation import make_evaluator
 from shoal.trainer.loop import NOTHING_KEPT, Run
 from shoal.trainer.schedule import schedule_of
@@ -143,6 +144,7 @@ def open_run(job: Job) -> Run:
         around_step=profiler.step,
         store_settings=store_settings if job.resumed else None,
         after_save=folder.saved,
+        callbacks=open_callbacks(job, folder),
     )
     if config.report.timeline and job.world.is_main:
         run.timeline = open_timeline(job, folder, source)
@@ -221,7 +223,7 @@ def weights_to_train(job: Job, models: LoadedModels) -> Params:
 def checked_facts(job: Job, models: LoadedModels) -> dict[str, Any]:
     """Returns what the run's numbers depend on besides its configuration: machine, data, functions
     and frozen weights (`fingerprint`). ShoalError if the processes of the run have different data,
-    reward functions, tools, environments or advantage functions."""
+    reward functions, tools, environments, advantage functions or callbacks."""
     facts = fingerprint(
         task=job.task,
         seed=job.config.seed,
@@ -232,6 +234,7 @@ def checked_facts(job: Job, models: LoadedModels) -> dict[str, Any]:
         critic=models.frozen_of_critic if job.critic_source else None,
     )
     check_same(job.world, "data and rewards", {"data": facts["data"], **facts["rewards"]})
+    check_same(job.world, "the callbacks", {"callbacks": job.callbacks.names})
     return facts
 
 
@@ -383,6 +386,52 @@ def open_recorder(
         price_per_hour=price_per_hour(config, job.roles.num_devices),
     )
     return job.stack.enter_context(closing(recorder))
+
+
+def open_callbacks(job: Job, folder: RunWriter) -> Callbacks:
+    """Returns what calls the callbacks that were given from Python, in process 0 alone; what calls
+    nobody if there are none. Their `args` is the object that was given as `args`, else what the
+    settings say under TRL's names."""
+    config = job.config
+    evaluates = config.train.evaluate_every > 0
+    args = job.callbacks.args
+    if args is None:
+        known = {
+            "metric_for_best_model": None,
+            "greater_is_better": None,
+            "load_best_model_at_end": False,
+            **job.callbacks.settings,
+            "output_dir": str(folder.path),
+            "run_name": config.run_name,
+            "seed": config.seed,
+            "max_steps": config.steps,
+            "learning_rate": config.optimizer.lr,
+            "num_generations": config.batch.group_size,
+            "logging_strategy": "steps",
+            "logging_steps": 1,
+            "logging_first_step": True,
+            "eval_strategy": "steps" if evaluates else "no",
+            "eval_steps": config.train.evaluate_every,
+            "eval_delay": 0,
+            "save_strategy": "steps",
+            "save_steps": config.checkpoint.every,
+        }
+        args = KnownArguments(**known)
+    state = TrainingState(
+        max_steps=config.steps,
+        run_folder=str(folder.path),
+        epochs_per_step=config.batch.prompts_per_step / max(len(job.prompts.examples), 1),
+        eval_steps=config.train.evaluate_every,
+        save_steps=config.checkpoint.every,
+    )
+    return Callbacks(
+        job.callbacks,
+        args,
+        state,
+        warn=job.console.warning,
+        is_main=job.world.is_main,
+        exchange=job.world.exchange_json,
+    )
 
 
 def open_checkpoints(job: Job, folder: RunWriter) -> Checkpoints:

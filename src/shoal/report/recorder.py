@@ -103,6 +103,7 @@ class Recorder:
     followed: Followed | None = None  # the recipe whose band evaluations are held against
     price_per_hour: float = 0.0  # of all devices of the run; 0: not known
     _exhausted: bool = False
+    _stopped_by: str = ""  # who ended the run before its last step; "" if nobody did
     # seconds per completion of the last evaluation in which nothing was compiled
     _evaluation_rate: float | None = None
     # number of compiled programs when the newest evaluation began; -1 before this process's first
@@ -465,6 +466,12 @@ class Recorder:
             self._exhausted = True
             self.console.note(f"{text}; training ends here")
 
+    def end_early(self, stopped_by: str, last: int) -> None:
+        """Says on the screen that the run ends after step `last`, and notes for the summary who
+        stopped it (`stopped_by`: a noun). Ends nothing itself."""
+        self._stopped_by = stopped_by
+        self.console.note(f"stopped by {stopped_by} after step {last} of {self.steps}")
+
     def stop(self) -> None:
         """Shortens the time that each sink may take to close to SECONDS_TO_STOP, because somebody
         asked the run to stop. Closes and stops nothing."""
@@ -553,6 +560,7 @@ class Recorder:
             train_tokens_per_second=speed("tokens/trained", "update"),
             steps=self.steps,
             steps_made=last,
+            stopped_by=self._stopped_by,
             tokens=token_account(self.account),
             num_compilations=self.compilations(),
             prompts_dropped=self.prompts_dropped,

@@ -187,7 +187,7 @@ class EventLine:
 
 @dataclass(frozen=True)
 class Summary:
-    """Content of summary.json: what a run that has made all its steps reached, and what that
+    """Content of summary.json: what a run that came to its end reached, and what that
     took. The defaults stand in for fields that the file of another version of Shoal lacks.
 
     >>> Summary.parse({"steps": 3, "a_field_of_another_version": 1}).steps
@@ -209,7 +209,8 @@ class Summary:
     sample_tokens_per_second: float | None = None
     train_tokens_per_second: float | None = None
     steps: int = 0  # number of steps in the settings
-    steps_made: int = 0  # fewer than `steps` if the data was exhausted
+    steps_made: int = 0  # fewer than `steps` if the data was exhausted, or with `stopped_by`
+    stopped_by: str = ""  # who ended the run before its last step, as `the callback NAME`; or ""
     # number of tokens that were sampled, and what became of them
     tokens: Mapping[str, int] = field(default_factory=dict)
     num_compilations: int = 0
@@ -236,6 +237,12 @@ class Summary:
                 raise ValueError(f"{known.name} is not of type {known.type}")
             values[known.name] = value
         return cls(**values)
+
+    def is_end_for(self, steps: int, resume: str) -> bool:
+        """True if a command with these values of the keys `steps` and `resume` has nothing left to
+        do: the run came to its end with as many steps in its settings. One that a callback stopped
+        goes on if `resume` names it."""
+        return self.steps == steps and not (resume and self.stopped_by)
 
     def record(self) -> dict[str, Any]:
         """Returns the summary as a JSON record."""

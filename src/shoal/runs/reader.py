@@ -263,8 +263,8 @@ class StoredRun:
 
     @property
     def is_finished(self) -> bool:
-        """True if the run has made all its steps; False while it is running, or if it was
-        stopped."""
+        """True if the run came to its end, after all its steps or because a callback stopped it;
+        False while it is running, or if it was interrupted."""
         return (self.path / SUMMARY).is_file()
 
     def summary(self) -> Summary | None:

@@ -142,7 +142,8 @@ class Result(Mapping[str, Any]):
 
     @property
     def finished(self) -> bool:
-        """True if the run has made all its steps and written its summary."""
+        """True if the run came to its end, after all its steps or because a callback stopped it,
+        and has written its summary."""
         return self._summary is not None
 
     @property
@@ -212,8 +213,12 @@ class Result(Mapping[str, Any]):
         training, which is left out if there is no evaluation."""
         rows = self._run.before_after(self._evaluations, self._summary)
         steps = count(len(self.metrics), "step")
+        if self._summary is not None and self._summary.stopped_by:
+            steps += f" of {self._summary.steps}"
         if self._summary is not None:
             head = f"{steps} in {duration(self._summary.seconds_total)}"
+            if self._summary.stopped_by:
+                head += f", stopped by {self._summary.stopped_by}"
         else:
             head = f"not finished, {steps} done"
         lines = [f"Run in {self.folder}: {head}"]

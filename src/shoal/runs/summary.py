@@ -296,6 +296,8 @@ def summary_facts(summary: Summary) -> str:
     1.2, 2:21 of it in training steps: sampling ... tokens/s, ...". The time is that of the whole
     run, with evaluations and checkpoints. The cost is left out if it is not known."""
     steps = count(summary.steps_made, "step")
+    if summary.stopped_by:
+        steps = f"{steps} of {summary.steps}, stopped by {summary.stopped_by},"
     sampling = speed_text(summary.sample_tokens_per_second)
     training = speed_text(summary.train_tokens_per_second)
     programs = count(summary.num_compilations, "program")

@@ -197,6 +197,11 @@ class RunWriter:
         written = StoredRun(self.path).metrics()
         return [step for step in range(1, version + 1) if step not in written]
 
+    def read_steps(self) -> dict[int, Mapping[str, Any]]:
+        """Returns step (from 1) -> its metrics, of all steps written. {} if there are none;
+        ShoalError if a line is damaged."""
+        return {line.step: line.metrics for line in StoredRun(self.path).steps()}
+
     def read_evaluations(self) -> dict[int, dict[str, Mapping[str, Any]]]:
         """Returns version -> data set -> figures, of all evaluations written; of two lines of one
         version and data set the last counts. {} if there are none; ShoalError if a line is

@@ -34,6 +34,7 @@ from shoal.runs.summary import version_text
 from shoal.stop import StopRequested, StopSignal
 from shoal.tasks.builtin_rewards import PENALTY
 from shoal.trainer import dynamic_sampling
+from shoal.trainer.callbacks import Callbacks
 from shoal.trainer.evaluation import Evaluator
 from shoal.trainer.prompts import DataExhausted, PromptStream, TokenizedExample
 from shoal.trainer.schedule import Lookahead, Schedule
@@ -43,6 +44,14 @@ from shoal.weights.checkpoints import Checkpoints, Restored
 from shoal.weights.checksum import weights_text
 
 NOTHING_KEPT = "nothing was kept, as the run has no checkpoint yet"
+
+
+@dataclass(frozen=True)
+class RequestedEvaluation:
+    """An evaluation whose answers were requested, and are not recorded yet."""
+
+    started: float  # time of the request
+    full: bool  # True if all questions are asked
 
 
 @dataclass
@@ -74,6 +83,7 @@ class Run:
     around_step: Callable[[int], AbstractContextManager[Any]] = lambda step: nullcontext()
     # (step, metrics), at the end of each step, counted from 0; only tests set it
     after_step: Callable[[int, dict[str, float]], None] | None = None
+    callbacks: Callbacks = field(default_factory=Callbacks)
     # (version), once a checkpoint was given to be written
     after_save: Callable[[int], None] = lambda version: None
     # Stores the settings of a resumed run for later resumes; None for a new run.
@@ -81,8 +91,8 @@ class Run:
     requested: int = 0  # the first step whose groups have not been requested yet
     # Step -> rows of the data that were requested for the step and not trained on yet.
     pending: dict[int, list[int]] = field(default_factory=dict)
-    # Version -> time at which its evaluation was requested.
-    evaluating: dict[int, float] = field(default_factory=dict)
+    # by version
+    evaluating: dict[int, RequestedEvaluation] = field(default_factory=dict)
     # share of the newest step's groups that had signal, with dynamic sampling
     useful_share: float = 1.0
     timeline: Timeline = field(default_factory=Timeline)
@@ -99,7 +109,7 @@ class Run:
         after a requested stop or an error it is printed where the run is, how to look at it and, if
         it has a checkpoint after a step, how to export its weights."""
         try:
-            return self.run_steps()
+            summary = self.run_steps()
         except KeyboardInterrupt as stop:
             # An interrupt says nothing against the new settings, so they are stored: the command
             # for resuming that is printed does not repeat them.
@@ -113,26 +123,36 @@ class Run:
         except Exception:
             self.recorder.print_next_steps(self.saved > 0)
             raise
+        # Once the summary is written: a callback that fails here leaves a finished run.
+        self.callbacks.end()
+        return summary
 
     def run_steps(self) -> Summary:
         """Runs the loop itself: begins or restores the run, runs each step, and returns the summary
         after the last evaluation. Errors and stops pass through; `train` handles them. Ends early,
-        with a checkpoint, if the data is exhausted. Raises RuntimeError if a group's tokens are
-        older than the schedule allows, or the frozen weights have changed."""
+        with a checkpoint, if the data is exhausted or a callback asks for the end. Raises
+        RuntimeError if a group's tokens are older than the schedule allows, or the frozen weights
+        have changed."""
         # Begun here: a caller that held this state would keep the first weights in memory for all
         # of the run.
         state, first = self.begin()
         self.recorder.begin_training(first)
-        # the version that the run ends with; an earlier one if the data is exhausted
+        # the version that the run ends with; an earlier one if the data is exhausted or a callback
+        # stops the run
         last = self.config.steps
         for step in range(first, self.config.steps):
             # Weights of version `step` are trained into `version`: `state` has version `step` until
             # the update, and `version` after it.
             version = step + 1
+            if self.callbacks.stopped_by:
+                last = step
+                self.recorder.end_early(f"the callback {self.callbacks.stopped_by}", last)
+                break
             started = time.perf_counter()
             self.recorder.begin_step(version)
             with self.saved_if_given_up(step, state):
                 self.stop.check()
+            self.call_back(step, state, self.callbacks.begin_step)
             # The groups of the first step; those of later steps were requested in the step before.
             self.request_published(step)
             if step not in self.pending:  # the data is exhausted
@@ -167,20 +187,31 @@ class Run:
                     # Called for its error alone; the update is saved before the run ends with it.
                     self.source.check_logprobs(groups, outcome.logprobs, version=step)
             self.store_resume_settings()
-            if self.evaluation_due(version) and not self.ends_at(version):
+            self.call_back(version, state, self.callbacks.end_step, metrics, groups)
+            is_evaluated = self.evaluation_due(version) or self.callbacks.asks_evaluation
+            if is_evaluated and not self.ends_at(version):
+                if not self.publication_due(version):  # it was not known that it is evaluated
+                    self.publish(version, state.trainable)
                 self.evaluate(version, state)
             self.record_finished_evaluations(version, state)
             self.end_if_warned(version, state)
-            if self.save_due(version):
+            if self.save_due(version) or self.callbacks.asks_save:
                 self.save(version, state)
+                self.call_back_after_save(version, state)
             if self.after_step:
                 self.after_step(step, metrics)
         if last < self.config.steps:
             # Saved before it is published, as the run ends here and its weights must not be lost.
-            self.save(last, state)
+            if self.saved != last:
+                self.save(last, state)
+                self.call_back_after_save(last, state)
             self.publish(last, state.trainable)
         # The last version is saved already: a kill from here on loses this evaluation alone.
-        self.evaluate(last, state, complete=True)
+        if self.callbacks.stopped_by and self.evaluation_requested(last):
+            # An evaluation made a callback stop the run: it stays the one of this version.
+            self.record_finished_evaluations(last, state, complete=True)
+        else:
+            self.evaluate(last, state, complete=True)
         self.store_resume_settings()
         self.checkpoints.finish()
         self.check_frozen(state)
@@ -202,6 +233,7 @@ class Run:
             self.critic_parameters = None
             self.publish_frozen(state)
             self.publish(0, state.trainable)
+            self.begin_callbacks(0, state)
             if self.config.train.evaluate_first:
                 self.evaluate(0, state, complete=True)
             return state, 0
@@ -225,8 +257,10 @@ class Run:
         # Before publication, which drops the weights that nobody has requested.
         for older_version in extra.get("evaluating", ()):
             if older_version in self.restored.published:
-                # the clock of an unfinished evaluation starts again
-                self.evaluating[older_version] = time.perf_counter()
+                # The clock of an unfinished evaluation starts again. One that a checkpoint knows
+                # was requested during training, so it is a quick one.
+                requested = RequestedEvaluation(time.perf_counter(), full=False)
+                self.evaluating[older_version] = requested
         for older_version in self.evaluating:
             self.evaluator.request_answers(
                 self.source, step=older_version, version=older_version, full=False
@@ -250,6 +284,7 @@ class Run:
             # Rewards of the first answers are not comparable with those of another function.
             self.recorder.watch.first_answers = {}
         self.restored = None
+        self.begin_callbacks(version, state)
         lacks_evaluation = self.evaluation_due(version) and version not in self.recorder.evaluations
         if lacks_evaluation and not self.ends_at(version):
             self.evaluate(version, state)
@@ -260,7 +295,7 @@ class Run:
         version itself. `evaluated`: True if the checkpoint was saved after a complete evaluation of
         it. A version that was the last one of a run which now gets more steps is evaluated again
         only if `evaluate_every` asks for it."""
-        if version == self.config.steps or self.ends_at(version):
+        if self.ends_at(version):
             return True  # the last version's evaluation is made after the last step
         return self.evaluation_due(version) and not evaluated
 
@@ -298,6 +333,31 @@ class Run:
                 if isinstance(reason, ShoalError):
                     raise ShoalError(f"{reason}; {self.stopped_text()}") from reason
             raise
+
+    def begin_callbacks(self, version: int, state: TrainState) -> None:
+        """Tells the callbacks that training begins after `version` steps, with what a resumed run
+        has recorded of them."""
+        if self.callbacks.objects:
+            steps = self.recorder.folder.read_steps() if version else {}
+            self.call_back(version, state, self.callbacks.begin, steps, self.recorder.evaluations)
+
+    def call_back(
+        self, version: int, state: TrainState, event: Callable[..., None], *arguments: Any
+    ) -> None:
+        """Calls `event(version, *arguments)`, a method of `callbacks`, if there are any. If one
+        fails, or somebody asks the run to stop meanwhile, a checkpoint of `state`, which has this
+        version, is saved before the exception passes through."""
+        if not self.callbacks.objects:
+            return
+        with self.saved_if_given_up(version, state), self.stop.raising_at_once():
+            event(version, *arguments)
+
+    def call_back_after_save(self, version: int, state: TrainState) -> None:
+        """Calls the callbacks once the checkpoint of `version` is complete on disk, for which the
+        run waits only if there is a callback that wants to know."""
+        if self.callbacks.wants("on_save"):
+            self.checkpoints.finish()
+        self.call_back(version, state, self.callbacks.saved)
 
     def end_if_warned(self, version: int, state: TrainState) -> None:
         """Raises ShoalError in two cases: if a warning since the last step is hopeless; or if there
@@ -381,9 +441,11 @@ class Run:
             self.requested += 1
 
     def ends_at(self, version: int) -> bool:
-        """True if the data is exhausted and no step follows `version`, so that the final evaluation
-        is of this version. Always False if the curriculum is off (`train.retire_above` 1), because
-        the data is never exhausted then."""
+        """True if no step follows `version`, so that the final evaluation is of this version: it is
+        the last one, a callback has stopped the run, or the data is exhausted, which it never is if
+        the curriculum is off (`train.retire_above` 1)."""
+        if version == self.config.steps or self.callbacks.stopped_by:
+            return True
         return version not in self.pending and self.prompts.is_exhausted(
             self.config.batch.prompts_per_step
         )
@@ -505,6 +567,10 @@ class Run:
         every = self.config.evaluate_every
         return every > 0 and version % every == 0 and version < self.config.steps
 
+    def evaluation_requested(self, version: int) -> bool:
+        """True if the evaluation of this version was requested, whether it is recorded or not."""
+        return version in self.evaluating or version in self.recorder.evaluations
+
     @timed("trainer", "evaluate")
     def evaluate(self, version: int, state: TrainState, complete: bool = False) -> None:
         """Requests the figures of one version by data set.
@@ -520,7 +586,7 @@ class Run:
             self.evaluator.request_answers(
                 self.source, step=version, version=version, full=complete
             )
-        self.evaluating[version] = time.perf_counter()
+        self.evaluating[version] = RequestedEvaluation(time.perf_counter(), complete)
         self.record_finished_evaluations(version, state, complete)
 
     def record_finished_evaluations(
@@ -529,24 +595,22 @@ class Run:
         """Records the evaluations whose answers are there; with `complete` all that were requested,
         waiting for their answers. `current_version` is the version of `state`, which is saved if a
         reward raises or a stop is requested meanwhile. A recorded evaluation is removed from
-        `evaluating`."""
-        for version, started in list(self.evaluating.items()):
+        `evaluating`, and passed to the callbacks."""
+        for version, requested in list(self.evaluating.items()):
             if not complete and self.source.is_busy_with(Purpose.EVALUATE, version):
                 continue
-            # An older evaluation that is still pending was requested during training, so it is a
-            # quick one.
-            full = complete and version == current_version
             with self.saved_if_given_up(current_version, state):
-                collected = self.evaluator.collect(self.source, version, full)
+                collected = self.evaluator.collect(self.source, version, requested.full)
                 figures, groups = self.evaluator.score(collected)
                 self.recorder.evaluation(
                     version,
                     figures,
                     groups,
-                    self.evaluator.num_completions(full),
-                    time.perf_counter() - started,
+                    self.evaluator.num_completions(requested.full),
+                    time.perf_counter() - requested.started,
                 )
                 del self.evaluating[version]
+            self.call_back(current_version, state, self.callbacks.evaluated, version, figures)
 
     @timed("trainer", "record")
     def record(

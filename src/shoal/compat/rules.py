@@ -1013,9 +1013,15 @@ ROOM_FOR_PROMPTS = 1024
 """Tokens that prompts of one's own data may have with TRL's defaults at least, as in the preset of
 task=custom."""
 
-MOST_TOKENIZED = 10_000
-"""Of more rows than these only those with the most characters are tokenized to find the longest
-prompt."""
+MOST_TOKENIZED = 2000
+"""Of more rows than these only those with the longest texts are tokenized to find the longest
+prompt: about a second."""
+
+
+def _prompt_bytes(example: Example) -> int:
+    """Returns the bytes of a prompt's text, without what a chat template adds. No tokenizer makes
+    more tokens of a text."""
+    return len(str(example.prompt).encode("utf-8", "replace"))
 
 
 def trl_prompts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
@@ -1035,10 +1041,13 @@ def trl_prompts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     examples = [*task.train]
     for questions in task.evaluations.values():
         examples += questions
-    longest_texts = heapq.nlargest(
-        MOST_TOKENIZED, examples, key=lambda example: len(str(example.prompt))
-    )
-    lengths = _prompt_lengths(task, longest_texts, get)
+    longest_texts = heapq.nlargest(MOST_TOKENIZED, examples, key=_prompt_bytes)
+    # The other half is room for the template's own words.
+    long_texts = [each for each in longest_texts if _prompt_bytes(each) > ROOM_FOR_PROMPTS // 2]
+    if not long_texts:
+        sentence = f"no limit: no prompt {place} has as many as {ROOM_FOR_PROMPTS:,} tokens"
+        return {"sampling.max_prompt_tokens": str(ROOM_FOR_PROMPTS)}, sentence
+    lengths = _prompt_lengths(task, long_texts, get)
     if not lengths:
         return {"sampling.max_prompt_tokens": str(ROOM_FOR_PROMPTS)}, unknown
     longest = max(lengths)

@@ -4,7 +4,11 @@ a run does not have."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -432,6 +436,72 @@ def test_all_processes_do_what_the_callbacks_of_the_first_ask_for(fails):
         assert callbacks.stopped_by == "Watching" and callbacks.asks_save
         assert not callbacks.asks_evaluation
     assert watching.seen == [("step_end", 2), ("log", 2)]
+
+
+PROGRAM = """\
+import json, sys
+import shoal
+
+class Watching:
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if int(PROCESS):
+            raise AssertionError("the callback was called in another process than the first")
+        if state.global_step == 1:
+            control.should_save = True
+        if state.global_step == 2:
+            FAILURE
+            control.should_training_stop = True
+
+def letters(completions, **_):
+    return [sum(map(ord, text)) % 3 / 2 for text in completions]
+
+PROCESS, words = sys.argv[1], json.loads(sys.argv[2])
+rows = [{"prompt": f"{number} + 17 = ?"} for number in range(20)]
+shoal.train(
+    task=rows, reward=letters, callbacks=[Watching], **words, **{"mesh.process": int(PROCESS)}
+)
+"""
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("failure", ["pass", "raise ValueError('mine')"])
+def test_two_processes_do_what_the_callbacks_of_the_first_ask_for(workshop, tmp_path, failure):
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    words = settings(workshop, "two")
+    del words["train_dataset"], words["reward_funcs"]
+    words |= {
+        "base_output_directory": str(tmp_path),
+        "batch": {"prompts_per_step": 4, "group_size": 4, "micro_tokens": 2048},
+        "mesh": {"processes": 2, "coordinator": f"localhost:{port}", "fsdp": -1},
+    }
+    program = PROGRAM.replace("FAILURE", failure)
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")
+    started = []
+    for number in range(2):
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", program, str(number), json.dumps(words)],
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=os.environ | {"XLA_FLAGS": flags},
+            )
+        )
+    ends = []
+    for process in started:
+        _, error = process.communicate(timeout=200)
+        ends.append((process.returncode, error))
+    assert checkpoints(tmp_path / "two") == [1, 2], ends
+    summary = tmp_path / "two" / "summary.json"
+    if failure == "pass":
+        assert [code for code, _ in ends] == [0, 0], ends
+        assert json.loads(summary.read_text())["stopped_by"] == "the callback Watching"
+        return
+    assert not summary.exists()
+    for code, error in ends:
+        assert code and "the callback Watching.on_log raised ValueError: mine" in error
+        assert "stopped after step 2 of 4, which is saved" in error
 
 
 # ---- whole runs

@@ -817,19 +817,23 @@ def migrating_page() -> str:
 def _flags(rows: Iterable[Flag]) -> Iterator[str]:
     yield "| flag | becomes | |"
     yield "| --- | --- | --- |"
-    idle: dict[str, list[str]] = {}
+    # (what flags become, their meaning) -> their names: flags that become the same share a line
+    acting: dict[tuple[str, str], list[str]] = {}
+    idle: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if (row.idle or (row.rule and not row.keys)) and not row.is_pattern:
-            idle.setdefault(row.meaning, []).append(row.name)
-        elif not row.is_pattern:
-            keys = (
-                ", ".join(f"`{key}`" for key in row.keys)
-                or "not supported: an error if it is switched on"
-            )
-            keys = f"only {row.expected}" if row.expected else keys
-            yield f"| `{row.name}` | {keys} | {row.meaning} |"
-    for meaning, names in idle.items():
-        yield f"| {', '.join(f'`{name}`' for name in names)} | nothing | {meaning} |"
+        if row.is_pattern:
+            continue
+        if row.idle or (row.rule and not row.keys):
+            idle.setdefault(("nothing", row.meaning), []).append(row.name)
+            continue
+        becomes = (
+            ", ".join(f"`{key}`" for key in row.keys)
+            or "not supported: an error if it is switched on"
+        )
+        becomes = f"only {row.expected}" if row.expected else becomes
+        acting.setdefault((becomes, row.meaning), []).append(row.name)
+    for (becomes, meaning), names in (acting | idle).items():
+        yield f"| {', '.join(f'`{name}`' for name in names)} | {becomes} | {meaning} |"
 
 
 _LINES_HEAD = """\

@@ -3,6 +3,8 @@ not lost."""
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,7 @@ from small_engine import play, played_groups, request
 
 from shoal.model.block import scaled_queries
 from shoal.model.compiler_habits import gated_product
-from shoal.model.linear import linear
+from shoal.model.linear import Adapted, Biased, Cast, linear, writing_float32
 from shoal.model.rotary import rotary, rotate, rotate_by_product
 from shoal.model.transformer import Model
 from shoal.sampler.engine import Engine
@@ -159,3 +161,61 @@ def test_what_tpus_compute_in_another_way_has_the_same_values_and_gradients(dtyp
             given = jnp.asarray(rng.standard_normal(value.shape), dtype)
             for one, another in zip(backward(given), other_backward(given), strict=True):
                 np.testing.assert_array_equal(one, another)
+
+
+KERNEL = np.random.default_rng(0).standard_normal((48, 24)).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        jnp.asarray(KERNEL, jnp.bfloat16),
+        Cast(jnp.asarray(KERNEL, jnp.bfloat16), jnp.asarray(KERNEL)),
+        Biased(jnp.asarray(KERNEL, jnp.bfloat16), jnp.ones(24)),
+        Adapted(
+            jnp.asarray(KERNEL, jnp.bfloat16),
+            Cast(jnp.asarray(KERNEL[:, :4], jnp.bfloat16), jnp.asarray(KERNEL[:, :4])),
+            jnp.asarray(KERNEL[:4], jnp.bfloat16),
+            scale=2.0,
+        ),
+    ],
+    ids=["plain", "cast", "biased", "adapted"],
+)
+def test_products_that_are_written_in_float32_have_the_same_values_and_gradients(weight):
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 16, 48)), jnp.bfloat16)
+
+    def value_and_gradients(weight):
+        value, backward = jax.vjp(linear, weight, x)
+        return value, backward(jnp.ones_like(value))
+
+    expected = value_and_gradients(weight)
+    found = value_and_gradients(writing_float32(weight, jnp.bfloat16))
+    gradients = jax.tree.leaves(expected[1])
+    assert [leaf.dtype for leaf in jax.tree.leaves(found[1])] == [leaf.dtype for leaf in gradients]
+    for one, another in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        # One place of bfloat16, of which the sums may be rounded to either side.
+        np.testing.assert_allclose(
+            np.asarray(one, np.float32), np.asarray(another, np.float32), rtol=2**-7, atol=1e-2
+        )
+
+
+def test_a_cpu_gets_its_products_of_bfloat16_in_the_form_that_it_does_not_widen():
+    """Every product of an update and of its log-probs is written in float32, and no factor is an
+    array that was only transposed: XLA for CPU widens the factors of all others to float32."""
+    model = Model(QWEN3, roles().trainer, jnp.bfloat16)
+    parameters = random_parameters(QWEN3)
+    groups = random_groups(QWEN3, 1, 4, 12, 8)
+    zeros = np.zeros((1, 4))
+    (batch,) = pack(groups, range(1), zeros, zeros, [whole(groups)], 1.0)
+
+    def loss(parameters):
+        return batch_logprobs(model, parameters, batch.arrays, 2**25)[0].sum()
+
+    text = jax.jit(jax.grad(loss)).lower(parameters).as_text()
+    products = re.findall(r"dot_general .*tensor<\S+xbf16>, tensor<\S+xbf16>\) -> (\S+)", text)
+    assert len(products) >= 3 * 7  # of a layer's seven weights
+    assert [kind for kind in products if not kind.endswith("xf32>")] == []
+    transposed = re.findall(r"(%\S+) = stablehlo.transpose .*xbf16>", text)
+    assert transposed
+    for name in transposed:
+        assert not re.search(rf"dot_general {name},|dot_general %\S+, {name},", text), name

@@ -139,6 +139,7 @@ def block(
     `keys` what the layer left whose keys this one reads, if it has none of its own."""
     read_cache = cache if keys is None else keys.cache
     habits = habits_of(model, is_decoding=read_cache is not None)
+    w = habits.weights(w)
     norm = partial(layer_norm, model)
     kept = partial(checkpoint_name, name="attention")
     x = checkpoint_name(x, "input")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from shoal.model.activations import ACTIVATIONS
 from shoal.model.architecture import Layer
-from shoal.model.linear import Adapted, Biased, Weight, linear
+from shoal.model.linear import Adapted, Biased, Weight, linear, writing_float32
 from shoal.model.parameters import Block
 from shoal.model.rotary import rotate, rotate_by_product
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.model.transformer import Model
 
 
-def unchanged(x: jax.Array) -> jax.Array:
+def unchanged(x: Any) -> Any:
     return x
 
 
@@ -98,6 +98,7 @@ gated_product.defvjp(_gated_product_forward, _gated_product_backward)
 class Habits:
     """How one layer is written for a compiler: a function for each place where it matters."""
 
+    weights: Callable[[Block], Block] = unchanged  # applied to the layer's weights first
     normed: Callable[[jax.Array], jax.Array] = unchanged  # applied to the result of a norm
     # Applied to the product that gives q, before it is split into heads.
     queries: Callable[[jax.Array], jax.Array] = unchanged
@@ -128,12 +129,38 @@ TPU_PREFILL = replace(TPU, queries=computed_once)
 def habits_of(model: Model, is_decoding: bool) -> Habits:
     """Returns the habits for a layer that decodes, or for one that computes whole rows. They are
     DECODING for a layer that decodes. Else they are PLAIN on a CPU or GPU; on a TPU TPU_PREFILL for
-    the sampler's role, and TPU for any other role."""
+    the sampler's role, and TPU for any other role. Both of a CPU have other weights if the model
+    writes its products in float32."""
+    habits = PLAIN
     if is_decoding:
-        return DECODING
-    if model.role.platform != "tpu":
-        return PLAIN
-    return TPU_PREFILL if model.role.name == "sampler" else TPU
+        habits = DECODING
+    elif model.role.platform == "tpu":
+        habits = TPU_PREFILL if model.role.name == "sampler" else TPU
+    if model.writes_float32:
+        habits = replace(habits, weights=partial(products_in_float32, model.dtype))
+    return habits
+
+
+def products_in_float32(dtype: Any, block: Block) -> Block:
+    """Returns a layer's block whose weights of products, those of experts left out, write them in
+    float32 (`Cast.writes_float32`). `dtype` is that of the computation."""
+
+    def changed(weights: Any, *names: str) -> Any:
+        """Returns a part of the block with its fields `names` changed."""
+        fields = {}
+        for name in names:
+            weight = getattr(weights, name)
+            if isinstance(weight, tuple):  # the chunks of a matrix
+                fields[name] = tuple(writing_float32(chunk, dtype) for chunk in weight)
+            elif weight is not None:
+                fields[name] = writing_float32(weight, dtype)
+        return replace(weights, **fields)
+
+    block = changed(block, "q", "k", "v", "o", "gate", "up", "down")
+    if block.delta_net is not None:
+        delta_net = changed(block.delta_net, "qkv", "z", "b", "a", "out")
+        block = replace(block, delta_net=delta_net)
+    return block
 
 
 def products_joined(block: Block) -> Block:

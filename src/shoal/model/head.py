@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shoal.model.block import cast_weight
-from shoal.model.linear import Weight, cast_product, linear
+from shoal.model.linear import Weight, cast_product, linear, transposed_linear, writing_float32
 from shoal.model.parameters import Parameters
 
 if TYPE_CHECKING:
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 def logits(model: Model, parameters: Parameters, hidden: jax.Array) -> jax.Array:
     """Computes logits float32[..., V] from hidden[..., D]."""
-    return _project(model, output_head(parameters), hidden.astype(model.dtype))
+    hidden = hidden.astype(model.dtype)
+    if parameters.lm_head is None:
+        table = parameters.embed_tokens
+        scores = transposed_linear(table, hidden, jnp.float32, model.writes_float32)
+        return _capped(model, scores)
+    return _project(model, parameters.lm_head, hidden)
 
 
 def output_head(parameters: Parameters) -> jax.Array:
@@ -41,6 +46,8 @@ def head_alone(parameters: Parameters) -> Parameters:
 def _project(model: Model, head: Weight, hidden: jax.Array) -> jax.Array:
     # float32, because bfloat16 has 8 significant bits, and ratios are computed from differences of
     # logits.
+    if model.writes_float32:
+        head = writing_float32(head, model.dtype)
     return _capped(model, linear(head, hidden, jnp.float32))
 
 

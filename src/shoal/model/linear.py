@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 
@@ -51,14 +52,19 @@ class Quantised:
 class Cast:
     """A kernel cast to the type of the computation, and its master. The gradient goes to `master`
     (same shape, values never read) in the master's type, and is summed over devices in
-    `reduce_dtype`.
+    `reduce_dtype`. If both are None, it goes to the kernel, in the kernel's type.
 
     Autodiff alone would give the gradient the kernel's type: rounded to bfloat16 before every sum.
+
+    `writes_float32`: every product is written in float32, and rounded after that. XLA for CPU then
+    multiplies factors in bfloat16 as they are, which CPUs with matrix units do several times as
+    fast as products in float32; otherwise it widens both factors first.
     """
 
     kernel: Any
     master: Any
     reduce_dtype: Any = field(default=jnp.float32, metadata={"static": True})
+    writes_float32: bool = field(default=False, metadata={"static": True})
 
 
 Weight: TypeAlias = "jax.Array | Biased | Adapted | Quantised | Cast"
@@ -112,7 +118,13 @@ def linear(
     flat = x.reshape(-1, x.shape[-1])
     if isinstance(weight, Cast):
         product = cast_product(
-            flat, weight.kernel, weight.master, out_dtype, weight.reduce_dtype, groups
+            flat,
+            weight.kernel,
+            weight.master,
+            out_dtype,
+            weight.reduce_dtype,
+            groups,
+            weight.writes_float32,
         )
     elif groups is None and out_dtype in (None, x.dtype):
         product = jnp.matmul(flat, weight.astype(x.dtype))
@@ -178,9 +190,65 @@ def split_of(weight: Weight, experts: Any, rows: Any, columns: Any) -> Any:
     return matrix
 
 
-def _matmul(x: jax.Array, kernel: jax.Array, out_dtype: Any, groups: Groups | None) -> jax.Array:
+def writing_float32(weight: Weight, dtype: Any) -> Weight:
+    """Returns a weight of any kind, cast to `dtype`, whose products are written in float32 before
+    they are rounded (`Cast.writes_float32`). Quantised kernels stay as they are."""
+    if isinstance(weight, Biased):
+        return replace(weight, kernel=writing_float32(weight.kernel, dtype))
+    if isinstance(weight, Adapted):
+        return replace(
+            weight,
+            kernel=writing_float32(weight.kernel, dtype),
+            a=writing_float32(weight.a, dtype),
+            b=writing_float32(weight.b, dtype),
+        )
+    if isinstance(weight, Quantised):
+        return weight
+    if isinstance(weight, Cast):
+        return replace(weight, writes_float32=True)
+    return Cast(weight.astype(dtype), master=None, reduce_dtype=None, writes_float32=True)
+
+
+def transposed_linear(
+    weight: jax.Array, x: jax.Array, out_dtype: Any, writes_float32: bool
+) -> jax.Array:
+    """Computes x[..., in] times the transpose of a plain weight[out, in] -> [..., out]. The weight
+    is cast to x's type. `writes_float32` is that of `Cast`."""
+    flat = x.reshape(-1, x.shape[-1])
+    kernel = weight.astype(x.dtype)
+    if writes_float32:
+        product = _product_in_float32(flat, kernel, out_dtype, is_transposed=True)
+    else:
+        product = linear(kernel.T, flat, out_dtype)
+    return product.reshape((*x.shape[:-1], -1))
+
+
+def _product_in_float32(
+    x: jax.Array, kernel: jax.Array, out_dtype: Any, is_transposed: bool = False
+) -> jax.Array:
+    """Computes x[..., M, in] times kernel[..., in, out], or, with `is_transposed`, times the
+    transpose of kernel[..., out, in]: in float32, then rounded to `out_dtype`."""
+    # `dot_general` is told which dimension to sum over: XLA for CPU would widen the factors of a
+    # product with a transposed array.
+    summed = kernel.ndim - 1 if is_transposed else kernel.ndim - 2
+    batch = tuple(range(kernel.ndim - 2))
+    dimensions = (((x.ndim - 1,), (summed,)), (batch, batch))
+    product = jax.lax.dot_general(x, kernel, dimensions, preferred_element_type=jnp.float32)
+    return product.astype(out_dtype)
+
+
+def _matmul(
+    x: jax.Array,
+    kernel: jax.Array,
+    out_dtype: Any,
+    groups: Groups | None,
+    writes_float32: bool = False,
+) -> jax.Array:
     """Computes x[..., M, in] times kernel[..., in, out]; or, with groups, the rows of x[M, in]
-    times the matrices of their groups in kernel[E, in, out]."""
+    times the matrices of their groups in kernel[E, in, out]. `writes_float32` is that of `Cast`,
+    without groups."""
+    if groups is None and writes_float32:
+        return _product_in_float32(x, kernel, out_dtype or x.dtype)
     if groups is None:
         return jnp.matmul(x, kernel, preferred_element_type=out_dtype)
     if groups.tiles is not None:
@@ -188,7 +256,7 @@ def _matmul(x: jax.Array, kernel: jax.Array, out_dtype: Any, groups: Groups | No
     return jax.lax.ragged_dot(x, kernel, groups.sizes, preferred_element_type=out_dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 6))
 def cast_product(
     x: jax.Array,
     kernel: jax.Array,
@@ -196,11 +264,12 @@ def cast_product(
     out_dtype: Any,
     reduce_dtype: Any,
     groups: Groups | None = None,
+    writes_float32: bool = False,
 ) -> jax.Array:
     """Computes x[..., T, in] times the kernel[..., in, out] of a `Cast`, or, with groups, the
     product of `linear` with kernel[E, in, out]. The gradient goes to `master`; if that is None, to
     the kernel, unless it has one byte an element."""
-    return _matmul(x, kernel, out_dtype, groups)
+    return _matmul(x, kernel, out_dtype, groups, writes_float32)
 
 
 def _cast_product_forward(
@@ -210,10 +279,15 @@ def _cast_product_forward(
     out_dtype: Any,
     reduce_dtype: Any,
     groups: Groups | None,
+    writes_float32: bool,
 ) -> tuple[jax.Array, Any]:
     # Not `cast_product` again: no policy of `jax.checkpoint` looks into a custom_vjp, so none would
     # keep the product.
-    return _matmul(x, kernel, out_dtype, groups), (x, kernel, groups)
+    product = _matmul(x, kernel, out_dtype, groups, writes_float32)
+    if writes_float32:
+        # Kept as it is rounded; the policies for products would keep it in float32.
+        product = checkpoint_name(product, "product")
+    return product, (x, kernel, groups)
 
 
 _OUTER_BY_GROUP = jax.lax.RaggedDotDimensionNumbers(
@@ -242,9 +316,13 @@ def _outer_by_group(x: jax.Array, y: jax.Array, groups: Groups, out_dtype: Any) 
     return jax.lax.platform_dependent(x, y, groups.sizes, tpu=of_kernel, default=of_xla)
 
 
-def _matmul_transposed(x: jax.Array, kernel: jax.Array, groups: Groups | None) -> jax.Array:
+def _matmul_transposed(
+    x: jax.Array, kernel: jax.Array, groups: Groups | None, writes_float32: bool = False
+) -> jax.Array:
     """Computes `_matmul` with the transposes of the matrices: x[..., M, out] and kernel[..., in,
     out] -> [..., M, in]."""
+    if groups is None and writes_float32:
+        return _product_in_float32(x, kernel, x.dtype, is_transposed=True)
     if groups is None:
         return jnp.matmul(x, kernel.mT)
     if groups.tiles is not None:
@@ -332,8 +410,21 @@ def _kernels_of_gpu() -> Any:
     return grouped_gpu
 
 
+def _gradient_of_kernel(
+    x: jax.Array, gradient: jax.Array, out_dtype: Any, writes_float32: bool
+) -> jax.Array:
+    """Computes the transpose of x[..., T, in] times gradient[..., T, out] -> [..., in, out].
+    `writes_float32` is that of `Cast`."""
+    if not writes_float32:
+        return jnp.matmul(x.mT, gradient, preferred_element_type=out_dtype)
+    order = tuple(range(x.ndim))
+    # XLA for CPU multiplies in bfloat16 only if the rows of the first factor lie in memory as rows.
+    transposed = with_layout_constraint(x.mT, Layout(major_to_minor=order))
+    return _product_in_float32(transposed, gradient, out_dtype or x.dtype)
+
+
 def _cast_product_backward(
-    out_dtype: Any, reduce_dtype: Any, kept: Any, gradient: jax.Array
+    out_dtype: Any, reduce_dtype: Any, writes_float32: bool, kept: Any, gradient: jax.Array
 ) -> tuple:
     """Returns the gradients of (x, kernel, master, groups), the last of which is None. The
     weight's gradient is the master's, in float32, and the kernel's is None; without a master
@@ -347,13 +438,13 @@ def _cast_product_backward(
     gradient = gradient.astype(x.dtype)
     # The partitioner sums this product over devices, so the product's type is that of the
     # reduction.
+    of_x = _matmul_transposed(gradient, kernel, groups, writes_float32)
     if kernel.dtype.itemsize == 1:
-        return _matmul_transposed(gradient, kernel, groups), None, None, None
+        return of_x, None, None, None
     if groups is None:
-        of_kernel = jnp.matmul(x.mT, gradient, preferred_element_type=reduce_dtype)
+        of_kernel = _gradient_of_kernel(x, gradient, reduce_dtype, writes_float32)
     else:
         of_kernel = _outer_by_group(x, gradient, groups, reduce_dtype)
-    of_x = _matmul_transposed(gradient, kernel, groups)
     if reduce_dtype is None:  # without a master
         return of_x, of_kernel, None, None
     return of_x, None, of_kernel.astype(jnp.float32), None

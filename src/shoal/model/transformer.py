@@ -107,6 +107,12 @@ class Model:
         return None if self.architecture.vocab_size % self.role.tensor else "vocab"
 
     @property
+    def writes_float32(self) -> bool:
+        """Whether products in bfloat16 are written in float32 first (`Cast.writes_float32`), which
+        makes them faster on a CPU."""
+        return self.role.platform == "cpu" and self.dtype == jnp.bfloat16
+
+    @property
     def ffn_chunks(self) -> int:
         """How a sampler holds each feed-forward matrix, as `layers.ffn_chunks` returns it."""
         return ffn_chunks(self.architecture, self.role, self.dtype)

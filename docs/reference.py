@@ -226,12 +226,6 @@ DIFFERENCES: dict[str, Difference] = {
         "bounds the samples taken ahead; a long completion may be older when its turn comes",
         "bounds the age of the weights that a group starts on",
     ),
-    "verl test_freq": Difference(
-        "verl",
-        "`trainer.test_freq` of 0 or less, its default, with `trainer.val_before_train=True`",
-        "evaluates before training alone",
-        "evaluates after the last step too",
-    ),
     "verl gen_batch_size": Difference(
         "verl",
         "`algorithm.filter_groups.enable=True`",
@@ -254,9 +248,11 @@ DIFFERENCES: dict[str, Difference] = {
     ),
     "verl best@k": Difference(
         "verl",
-        "`best@k` and `maj@k` of a validation with `val_kwargs.n` answers",
-        "means over random draws of k of the n answers",
-        "`pass@k` is exact, `maj@n` of all n answers",
+        "`mean@n`, `best@k` and `maj@k` of a validation with `val_kwargs.n` answers",
+        "means of `acc`, or of the number that the function returns alone; of k answers over "
+        "random draws of k of the n",
+        "`accuracy` counts the answers with `acc` 1, `rewards/logged/acc` is the mean of `acc`, "
+        "`mean_reward` that of a number alone; `pass@k` is exact, `maj@n` of all n answers",
     ),
     "verl rows in both files": Difference(
         "verl",
@@ -578,7 +574,8 @@ verl writes a run to `trainer.default_local_dir`, by default
 A run that an earlier version put into `outputs/EXPERIMENT` or `D/EXPERIMENT/EXPERIMENT` goes on
 there, and a line says so. `trainer.resume_mode=auto` is how it always is: the same script goes on
 with its run. With `disable` verl overwrites what the folder holds; here a run in it is an error.
-`resume_path` takes a run of Shoal, and goes on in that run's folder.
+`resume_path` takes a run of Shoal, and goes on in that run's folder: another experiment_name has
+no effect, and a warning says so.
 
 verl's functions get `reward_model.ground_truth` of each row. Rows whose `reward_model` has none, or
 is JSON text instead of an object, are an error before any step, which counts them and names the

@@ -8,12 +8,13 @@ from shoal.checks.settings import (
     algorithm_warnings,
     check_model,
     check_trainable,
-    unread_reward_preset,
+    reward_preset_notes,
 )
 from shoal.config.choices import POLICY_LOSSES, PolicyLoss
 from shoal.config.merge import compose
 from shoal.config.sections.model import ModelSection
 from shoal.records import ShoalError
+from shoal.tasks.task import Task
 from shoal.weights import source
 
 
@@ -148,7 +149,7 @@ def test_what_nothing_can_be_learnt_from(words, text):
 
 def test_a_reward_preset_of_another_task_is_said_to_do_nothing_unless_a_recipe_set_it():
     def said(*words: str) -> list[str]:
-        return list(unread_reward_preset(compose("train", words)[0]))
+        return list(reward_preset_notes(compose("train", words)[0], Task("any")))
 
     told = "words: reward.preset=verl has no effect: it is for task=gsm8k"
     assert said("task=words", "reward.preset=verl") == [told]
@@ -161,9 +162,9 @@ def test_a_reward_preset_of_the_run_that_is_evaluated_is_not_said_to_do_nothing(
     of_run, _ = compose("train", ["recipe=verl"])
     monkeypatch.setattr(source, "settings_of_run", lambda section: of_run)
     config, _ = compose("eval", ["task=words", "reward.preset=verl"])
-    assert list(unread_reward_preset(config)) == []
+    assert list(reward_preset_notes(config, Task("any"))) == []
     monkeypatch.setattr(source, "settings_of_run", lambda section: None)
-    [told] = unread_reward_preset(config)
+    [told] = reward_preset_notes(config, Task("any"))
     assert told.startswith("words: reward.preset=verl has no effect")
 
 

@@ -1026,6 +1026,17 @@ def decided(tmp_path) -> Path:
     return begin(tmp_path, "decided")
 
 
+def test_another_name_of_a_resumed_run_is_said_to_have_no_effect(decided, capsys):
+    """verl would go on in another folder."""
+    for name, is_said in (("other", True), ("decided", False)):
+        words = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={decided}"]
+        config, _ = config_for_resume(Config, [*words, f"trainer.experiment_name={name}"])
+        plan = resolve_run(config, Console())
+        assert (plan.config.run_name, plan.run) == ("decided", decided)
+        said = capsys.readouterr().out
+        assert (f"run_name={name} has no effect: the run goes on" in said) == is_said
+
+
 def test_what_was_requested_and_what_the_run_decided_are_two_files(stopped, decided, tmp_path):
     requested = read_requested(decided)
     assert (requested.batch.micro_tokens, requested.algorithm.correction) == (0, "auto")

@@ -18,6 +18,8 @@ from tiny_runs import PLAIN, Workshop, groups, metrics
 
 import shoal
 from shoal import cli
+from shoal.checks.settings import check_before_weights, reward_preset_notes
+from shoal.config.merge import compose
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.job.task import (
@@ -670,6 +672,48 @@ def test_rewards_are_needed_and_named_ones_count(tmp_path: Path) -> None:
     )
     np.testing.assert_array_equal(found.rewards, [[2, 1], [1, 1]])
     assert found.metrics["acc"] == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "preset", "has_reward"),
+    [
+        ("openai/gsm8k", "verl", True),
+        ("openai/gsm8k", "shoal", False),
+        ("sums", "verl", False),
+        (None, "verl", False),
+    ],
+)
+def test_rows_of_verl_have_its_reward_with_its_preset(
+    tmp_path: Path, source: str | None, preset: str, has_reward: bool
+) -> None:
+    """recipe=verl sets the preset."""
+    rows = verl_rows(20)
+    for row in rows[:-1]:
+        row["data_source"] = "openai/gsm8k"
+    rows[-1]["data_source"] = source  # which is held out
+    section = TaskSection(name="custom", path=str(write(tmp_path / "train.parquet", rows)))
+    words = [
+        *("recipe=verl", "task=custom", f"task.path={section.path}", f"reward.preset={preset}"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=256", "algorithm.num_minibatches=1"),
+    ]
+    config, _ = compose("train", words)
+    if preset == "shoal":
+        with pytest.raises(ShoalError, match="no reward of its own"):
+            check_before_weights(config)
+    else:
+        check_before_weights(config)  # the rows decide
+    if not has_reward:
+        with pytest.raises(ShoalError, match="no reward of its own"):
+            load_task(section, config.reward)
+        return
+    task = load_task(section, config.reward)
+    assert [reward.name for reward in task.rewards] == ["verl_reward"]
+    [note] = reward_preset_notes(config, task)
+    assert note.startswith("reward: verl_reward, by each row's data_source")
+    own = replace(config.reward, functions=("brief_reward",))
+    task = load_task(section, own)
+    assert [reward.name for reward in task.rewards] == ["brief_reward"]
+    assert list(reward_preset_notes(replace(config, reward=own), task)) == []
 
 
 def train(workshop: Workshop, path: Path, name: str, *changes: str) -> list[dict[str, Any]]:

@@ -96,7 +96,9 @@ def test_a_file_finds_its_sibling(tmp_path: Path) -> None:
         task = load(path)
         assert questions(task.train) == names("q", range(3))
         assert questions(task.evaluations["held_out"]) == names("t", range(2))
-        assert task.notes == ()
+        # It is said if the file to evaluate on is one that nobody named.
+        note = f"held out: {test.name}, which lies next to {train.name}; task.eval_split=FILE names"
+        assert task.notes == (f"{note} another",) if path is train else task.notes == ()
 
 
 @pytest.mark.parametrize(

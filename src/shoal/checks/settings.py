@@ -35,7 +35,7 @@ from shoal.findings import Findings
 from shoal.records import ShoalError
 from shoal.runs.layout import find_named, is_run, named_folder, refuse_foreign
 from shoal.runs.notes import RunNotes
-from shoal.tasks.task import TASKS, load_by_name, no_reward
+from shoal.tasks.task import CUSTOM, TASKS, Task, load_by_name, no_reward
 from shoal.text import CLOSE, count, exact, likeness
 
 HIGHEST_LR = 1e-2
@@ -101,7 +101,9 @@ def check_before_weights(config: Any, functions_given: bool = False, resumed: bo
                 f"publish.folder={config.publish.folder}: there is no folder {folder.parent}; "
                 "make it, or mount what trainer and samplers share"
             )
-        has_no_own_reward = config.task.name in ("custom", "environment")
+        # With the preset verl the rows decide whether there is a reward, once they are read.
+        is_open = config.task.name == CUSTOM and config.reward.preset == "verl"
+        has_no_own_reward = config.task.name in (CUSTOM, "environment") and not is_open
         environment_rewards = config.environment.factory or config.environment.agent
         has_reward = config.reward.functions or functions_given or environment_rewards
         if has_no_own_reward and config.algorithm.uses_rewards and not has_reward:
@@ -401,11 +403,19 @@ def unread_algorithm_keys(config: Config) -> Iterator[tuple[str, str]]:
         )
 
 
-def unread_reward_preset(config: Any) -> Iterator[str]:
+def reward_preset_notes(config: Any, task: Task) -> Iterator[str]:
     """Yields a line if `reward.preset` is set and the task has no use for it; not if a recipe set
-    it, or the run that is evaluated. `config`: of a command that has tasks and rewards."""
+    it, or the run that is evaluated. Yields another if it is why rows of one's own have a reward.
+    `config`: of a command that has tasks and rewards; `task`: with its own rewards."""
     preset = config.reward.preset
     if preset == RewardSection.preset or config.task.name == "gsm8k":
+        return
+    if config.task.name == CUSTOM and task.rewards:
+        if not config.reward.functions:
+            yield (
+                f"reward: {task.rewards[0].name}, by each row's data_source, since "
+                f"reward.preset={preset}; reward=FILE:FUNCTION names another"
+            )
         return
     # Here, because the checks of a configuration alone do without JAX, which it imports.
     from shoal.weights.source import settings_of_run

@@ -1474,6 +1474,24 @@ def _check_manager(name: str, manager: str) -> None:
         raise ShoalError(f"{name}={manager}: expected naive or dapo; or give reward=FILE:FUNCTION")
 
 
+VERL_CONTENTS = ("model", "optimizer", "extra")
+"""Parts of a checkpoint of verl."""
+
+
+def verl_load_contents(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Checks what a resumed run of verl restores. Sets nothing, because here it is everything;
+    ShoalError if a part is left out, which would begin anew there."""
+    name, text = last_of(given)
+    for part in VERL_CONTENTS:
+        if part not in items_of(text):
+            raise ShoalError(
+                f"{name}={text}: expected {', '.join(VERL_CONTENTS)}: a resumed run restores all "
+                "of its checkpoint; to begin with new moments and a new schedule, start a new run "
+                "from its weights, model=RUN"
+            )
+    return {}, ""
+
+
 def verl_gen_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts verl's max_num_gen_batches, the most batches of gen_batch_size prompts (by default
     those of a step) that a step may sample in dynamic sampling, to algorithm.max_sampling_rounds,
@@ -1514,7 +1532,12 @@ def verl_gen_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
     return {"algorithm.max_sampling_rounds": str(steps - 1)}, sentence
 
 
-CHECKS: tuple[Rule, ...] = (verl_critic, verl_reward_manager, verl_gen_batch)
+CHECKS: tuple[Rule, ...] = (
+    verl_critic,
+    verl_reward_manager,
+    verl_gen_batch,
+    verl_load_contents,
+)
 """The rules that check flags which set no key: each is called whatever sets the keys of its
 flags."""
 
@@ -1561,6 +1584,7 @@ RULES: tuple[Rule, ...] = (
     trl_shuffle,
     verl_reward_manager,
     verl_gen_batch,
+    verl_load_contents,
 )
 """All rules, in the order in which they are applied: each after the rules that set the keys which
 it reads."""

@@ -69,6 +69,10 @@ _OVERLONG = (
     "reward.overlong_buffer.",
 )
 _KL = "kl kl_clamp_input kl_clamp_value"
+_ALL_OF_CHECKPOINT = (
+    "a checkpoint always holds all that a resumed run restores: weights, moments and progress; "
+    "shoal export writes the model in Hugging Face's format"
+)
 
 FLAGS: list[Flag] = [
     *renames(
@@ -378,8 +382,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.verl_validation,
         "evaluation.samples",
-        "answers to each question of an evaluation: accuracy is mean@n, pass@n best@n; with "
-        "temperature 0 one",
+        "answers to each question of an evaluation: accuracy (without acc mean_reward) is mean@n, "
+        "pass@n best@n; with temperature 0 one",
         _R + "val_kwargs.n",
     ),
     *derived(
@@ -417,7 +421,8 @@ FLAGS: list[Flag] = [
         "data.val_files",
         "task.eval_split",
         verl_readers.read_val_files,
-        "the files by their paths; figures of each data_source are accuracy/<source>, ...",
+        "the files by their paths; figures of each data_source are accuracy/<source>, "
+        "mean_reward/<source>, ...",
     ),
     *grouped(
         verl_readers.read_columns,
@@ -918,17 +923,8 @@ FLAGS: list[Flag] = [
     *idle(
         "each epoch has new random mini-batches, from seed", _A + "shuffle", _A + "data_loader_seed"
     ),
-    reads(
-        _A + "checkpoint.load_contents",
-        "",
-        verl_readers.read_load_contents,
-        "a resumed run restores all of its checkpoint",
-    ),
-    *idle(
-        "a checkpoint always holds all that a resumed run restores: weights, moments and progress; "
-        "shoal export writes the model in Hugging Face's format",
-        _A + "checkpoint.save_contents",
-    ),
+    *derived(rules.verl_load_contents, "", _ALL_OF_CHECKPOINT, _A + "checkpoint.load_contents"),
+    *idle(_ALL_OF_CHECKPOINT, _A + "checkpoint.save_contents"),
     *idle(
         "a setting of verl's engines; it changes no number",
         "actor_rollout_ref.hybrid_engine",

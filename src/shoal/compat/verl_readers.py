@@ -420,23 +420,6 @@ def read_filter(name: str, text: str) -> KeyValues:
     }
 
 
-_CONTENTS = ("model", "optimizer", "extra")
-
-
-def read_load_contents(name: str, text: str) -> KeyValues:
-    """Checks checkpoint.load_contents, what a resumed run restores. Sets nothing, because here it
-    is everything; ShoalError if a part is left out, which would begin anew in verl."""
-    given = flags.items_of(text)
-    for part in _CONTENTS:
-        if part not in given:
-            raise ShoalError(
-                f"{name}={text}: expected {', '.join(_CONTENTS)}: a resumed run restores all of "
-                "its checkpoint; to begin with new moments and a new schedule, start a new run "
-                "from its weights, model=RUN"
-            )
-    return {}
-
-
 _METRICS = {
     # The reward function's `acc` where it returns one, else the task's own verdict.
     "acc": "correct",

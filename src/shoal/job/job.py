@@ -39,7 +39,7 @@ from shoal.checks.settings import (
     check_lr_for_size,
     check_run_folder,
     check_settings,
-    unread_reward_preset,
+    reward_preset_notes,
 )
 from shoal.config.commands import (
     DoctorConfig,
@@ -300,7 +300,7 @@ class Job(StagedJob):
             task = with_environment(with_system_prompt(task, c.task.system), c)
         if self.trains:
             task = for_training(task, c)
-        for note in (*task.notes, *unread_reward_preset(c)):
+        for note in (*task.notes, *reward_preset_notes(c, task)):
             self.console.note(note)
         return task
 

@@ -196,6 +196,11 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
         )
     _check_steps(run, stored, config, report)
     if config.resume:
+        if config.run_name != stored.run_name:
+            report.warning(
+                f"run_name={config.run_name} has no effect: the run goes on in its own folder, "
+                f"{address(run)}"
+            )
         config = replace(
             config,
             run_name=stored.run_name,

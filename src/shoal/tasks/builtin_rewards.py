@@ -246,7 +246,7 @@ def verl_reward(
         if fault:
             raise ShoalError(fault, "task.path")
     for source in data_source:
-        if source not in _MATH and source != "openai/gsm8k" and not _is_of_dapo(source):
+        if not has_verl_reward(source):
             raise ValueError(
                 f"data_source={source}: only GSM8K, MATH and DAPO's data have a reward; give one "
                 "of your own"
@@ -283,6 +283,13 @@ def verl_reward(
 def _is_of_dapo(source: str) -> bool:
     """True if verl judges rows of this `data_source` by DAPO's grader."""
     return source in _DAPO or source.startswith("aime")
+
+
+def has_verl_reward(source: Any) -> bool:
+    """True if `verl_reward` scores rows of this `data_source`: GSM8K, MATH or DAPO's data."""
+    if not isinstance(source, str):
+        return False
+    return source == "openai/gsm8k" or source in _MATH or _is_of_dapo(source)
 
 
 FULL_REWARD_WORDS, NO_REWARD_WORDS = 6, 40

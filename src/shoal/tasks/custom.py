@@ -14,8 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.config.keywords import ROWS
+from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, ShoalError, ground_truth
+from shoal.tasks.builtin_rewards import find_builtin, has_verl_reward
 from shoal.tasks.data_folder import Published
 from shoal.tasks.examples import SHARE_GPT_ADVICE, ExampleMaker, is_share_gpt, prompt_key
 from shoal.tasks.splits import Splits, read_splits, with_rows
@@ -33,8 +35,9 @@ _UNLIKELY = ("solution", "answer", "target", "response", "completion", "label", 
 """Usual names of columns that hold answers."""
 
 
-def load(task: TaskSection) -> Task:
-    """Loads the task of the rows at `task.path`; it has no reward functions and no accuracy.
+def load(task: TaskSection, reward: RewardSection | None = None) -> Task:
+    """Loads the task of the rows at `task.path`. It has no accuracy, and no reward functions unless
+    `reward.preset` is verl: of rows that verl prepared it then has verl's (`with_verls_reward`).
 
     With `task.template` each prompt is one user message, made of the row's columns. Raises
     `ShoalError`, with file and line, for a row that cannot be used. Training rows whose prompt is
@@ -48,8 +51,10 @@ def load(task: TaskSection) -> Task:
             raise _no_prompt(row, place)
         return maker(number, place, row)
 
+    preset = (reward or RewardSection()).preset
     if not task.template:
-        return task_of_examples(read_splits(task, Published(CUSTOM), make), maker)
+        splits = read_splits(task, Published(CUSTOM), make)
+        return with_verls_reward(task_of_examples(splits, maker), preset)
 
     pieces, names = parse_template(template_text(task.template))
 
@@ -60,7 +65,23 @@ def load(task: TaskSection) -> Task:
     # Without the template, which `read_splits` refuses: only this task uses it.
     splits = read_splits(replace(task, template=""), Published(CUSTOM), make_by_template)
     splits.notes.append(f"{CUSTOM}: task.template makes each prompt, as a user's message")
-    return task_of_examples(splits, maker)
+    return with_verls_reward(task_of_examples(splits, maker), preset)
+
+
+def with_verls_reward(task: Task, preset: str) -> Task:
+    """Returns the task with `verl_reward` as its own reward function if `preset`, which recipe=verl
+    sets, is verl, and if this function can score each row, as those that verl prepared of GSM8K,
+    MATH or DAPO's data; else unchanged."""
+    if preset != "verl":
+        return task
+    for examples in (task.train, *task.evaluations.values()):
+        for example in examples:
+            columns = example.columns
+            if "reward_model" not in columns or not has_verl_reward(columns.get("data_source")):
+                return task
+    function = find_builtin("verl_reward")
+    assert function is not None
+    return replace(task, rewards=(function,))
 
 
 def _no_prompt(row: Mapping[str, Any], place: str) -> ShoalError:

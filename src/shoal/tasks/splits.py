@@ -360,14 +360,17 @@ def _find_files(
             if getattr(task, key):
                 notes.append(f"{name}: task.{key} has no effect, since {path.name} is one file")
         train, held_out = _siblings(path, task)
-        return train, held_out, notes
+        return train, held_out, notes + _note_of_sibling(path, held_out)
     if task.files and not task.path:
         are_no_files_of_hub = not published.hub_id or all(is_bucket(file) for file in task.files)
         if are_no_files_of_hub:
             train, held_out = named_files(task.files), []
+            notes = []
             if len(train) == 1:
-                train, held_out = _siblings(train[0], task)
-            return train, held_out, []
+                [path] = train
+                train, held_out = _siblings(path, task)
+                notes = _note_of_sibling(path, held_out)
+            return train, held_out, notes
     if task.path and path.is_dir():
         folder = open_folder(path, published)
     else:
@@ -391,6 +394,19 @@ def _siblings(path: Path, task: TaskSection) -> tuple[list[Path], list[Path]]:
                 return [path], [sibling]
             return [sibling], [path]
     return [path], []
+
+
+def _note_of_sibling(path: Path, held_out: Sequence[Path]) -> list[str]:
+    """Returns a note, as a list, which says that the held-out rows are of a file that nobody named,
+    since it lies next to the training file at `path`; [] if that is not so, and if all rows are
+    evaluated on anyway (`evaluating`)."""
+    if is_evaluating() or not held_out or path in held_out:
+        return []
+    [sibling] = held_out
+    return [
+        f"held out: {sibling.name}, which lies next to {path.name}; task.eval_split=FILE names "
+        "another"
+    ]
 
 
 def _read(

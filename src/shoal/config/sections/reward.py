@@ -71,7 +71,8 @@ class RewardSection:
     preset: Annotated[str, REWARD_PRESETS] = key(
         "shoal", stages=("rewards", "data", "evaluation"), acts_if="data is read"
     )
-    """gsm8k: the system whose prompt and rewards are used."""
+    """gsm8k: the system whose prompt and rewards are used. custom: with verl, rows that verl
+    prepared of GSM8K, MATH or DAPO's data have its reward (verl_reward)."""
     overlong_buffer_tokens: int = key(0, stages=("rewards", "evaluation"))
     """DAPO's penalty for long completions (TRL's soft_punish_cache): the reward falls linearly over
     this many tokens before sampling.max_completion_tokens; -1 for a fifth of that limit, as in the

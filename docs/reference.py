@@ -226,6 +226,12 @@ DIFFERENCES: dict[str, Difference] = {
         "bounds the samples taken ahead; a long completion may be older when its turn comes",
         "bounds the age of the weights that a group starts on",
     ),
+    "verl test_freq": Difference(
+        "verl",
+        "`trainer.test_freq` of 0 or less, its default, with `trainer.val_before_train=True`",
+        "evaluates before training alone",
+        "evaluates after the last step too",
+    ),
     "verl gen_batch_size": Difference(
         "verl",
         "`algorithm.filter_groups.enable=True`",

@@ -315,7 +315,7 @@ NOT_SHOWN = {
     "verl long prompts",
     "verl gen_batch_size",
     "verl best@k",
-    "verl gen_batch_size",
+    "verl test_freq",
     "verl rows in both files",
     "trl minibatches",
     "trl greedy evaluation",

@@ -234,7 +234,9 @@ def _product_in_float32(
     batch = tuple(range(kernel.ndim - 2))
     dimensions = (((x.ndim - 1,), (summed,)), (batch, batch))
     product = jax.lax.dot_general(x, kernel, dimensions, preferred_element_type=jnp.float32)
-    return product.astype(out_dtype)
+    # Without a barrier, XLA for CPU (0.10.2) makes one operation of the product and a transposition
+    # that follows it, for which it has no kernel: "Unsupported element type for DotThunk".
+    return jax.lax.optimization_barrier(product).astype(out_dtype)
 
 
 def _matmul(

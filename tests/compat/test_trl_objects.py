@@ -385,7 +385,14 @@ def test_evaluations_are_sampled_where_their_number_of_answers_is_given():
 def test_the_best_checkpoint_is_kept_where_it_is_asked_for():
     config, resolved = resolved_of(save_strategy="best", eval_strategy="steps", eval_steps=5)
     assert (config.checkpoint.every, config.checkpoint.keep_best) == (0, 1)
+    assert config.checkpoint.keep_last == 2  # Shoal's own default
     assert "each evaluated step is saved, and the best of them kept" in resolved.start_lines[-1]
+    asked = {"save_strategy": "best", "eval_strategy": "steps"}
+    # TRL's default of save_total_limit keeps all.
+    config, _ = resolved_of(recipe="trl", **asked)
+    assert (config.checkpoint.keep_best, config.checkpoint.keep_last) == (1, 1)
+    config, _ = resolved_of(recipe="trl", **asked, save_total_limit=3)
+    assert config.checkpoint.keep_last == 3
     with pytest.raises(shoal.ShoalError, match=r"checkpoint.keep_best=1 keeps the checkpoint with"):
         resolved_of(load_best_model_at_end=True)
 

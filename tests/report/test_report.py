@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import itertools
@@ -15,6 +16,7 @@ from datetime import datetime
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ from shoal import files
 from shoal.protocols import RolloutStats
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.report.console import Console, Pace, printable
-from shoal.report.recorder import Recorder, StepRecord
+from shoal.report.recorder import Recorder, StepRecord, token_account
 from shoal.runs.groups import group_record, read_file
 from shoal.runs.layout import decided_file, parts_of
 from shoal.runs.lines import (
@@ -788,6 +790,46 @@ def test_discarded_groups_are_stored_and_change_no_figure_of_the_step(tmp_path):
         assert shoal.load_run(path).groups(1, discarded=True) == []
 
 
+def test_tokens_of_completions_that_the_loss_leaves_out_were_not_trained_on(tmp_path):
+    group = make_group()
+    cut_off = dataclasses.replace(group.completions[0], stop_reason=StopReason.LENGTH)
+    whole = dataclasses.replace(group.completions[1], stop_reason=StopReason.EOS)
+    group = dataclasses.replace(group, completions=(cut_off, whole))
+    sizes = [completion.num_sampled for completion in group.completions]
+    metrics = MetricSet()
+    for name in ("update/count", "update/skipped", "tokens/trained", "time/update_seconds"):
+        metrics.add(name, 0)
+    logprobs = {}
+    for i, completion in enumerate(group.completions):
+        logprobs[0, i] = np.zeros(len(completion.token_ids), np.float32)
+    accounts = []
+
+    def sampled_since(_: Any) -> RolloutStats:
+        return RolloutStats(tokens=sum(sizes), counters=Counter(tokens=sum(sizes)))
+
+    for masks_truncated in (False, True):
+        with RunWriter.create(tmp_path, f"run{masks_truncated}") as folder:
+            recorder = Recorder(
+                folder, Console(io.StringIO()), 1, True, sampled_since, lambda: 0, lambda: 0
+            )
+            recorder.step(
+                StepRecord(
+                    step=0,
+                    groups=[group],
+                    advantages=np.array([[1.0, -1.0]]),
+                    nonzero_std=np.ones(1),
+                    logprobs=logprobs,
+                    metrics=copy.deepcopy(metrics),
+                    seconds=1.0,
+                    masks_truncated=masks_truncated,
+                )
+            )
+            accounts.append(token_account(recorder.account))
+            recorder.close()
+    assert [account["trained"] for account in accounts] == [sum(sizes), sizes[1]]
+    assert [account["masked"] for account in accounts] == [0, sizes[0]]
+
+
 def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp_path):
     """Groups of equal rewards enter no update: their tokens were counted as trained on."""
     stream, stats = io.StringIO(), RolloutStats(tokens=8, counters=Counter(tokens=8))
@@ -825,6 +867,7 @@ def test_the_end_of_a_run_says_what_became_of_its_tokens_and_what_to_do_next(tmp
     assert summary.tokens == {
         "sampled": 16,
         "trained": 3,
+        "masked": 0,
         "other_terms": 3,
         "no_gradient": 2,
         "discarded": 0,

@@ -50,6 +50,7 @@ def steps(watch: Watch, number: int, groups=VARYING, first: int = 1, **metrics) 
     [
         ({"groups__nonzero_std": 0}, 5, "batch.group_size", "warning"),
         ({"completions__truncated": 0.51}, 3, "sampling.max_completion_tokens", "warning"),
+        ({"grad_norm": 0.0}, 3, "algorithm.mask_truncated", "warning"),
         ({"update__skipped": 1, "update__count": 0}, 3, "optimizer.lr", "wrong"),
         ({"update__skipped": 3, "update__count": 0}, 1, "optimizer.lr", "wrong"),
         ({"update__skipped": 1}, 1, "update/skipped", "warning"),

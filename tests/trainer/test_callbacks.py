@@ -94,7 +94,10 @@ class Played(Diary):
 def play(*objects: Any, lag: int = 0, every: int = 1, steps: int = 4, **changes: Any) -> Played:
     """A run of the loop with callbacks, evaluations of every second step and no checkpoints but the
     last, if `changes` do not say otherwise."""
-    diary = Played()
+    diary = changes.get("diary")
+    if diary is None:
+        diary = Played()
+        diary.sets = {"held_out": []}
     config = Config(
         steps=steps,
         batch=BatchSection(prompts_per_step=2, group_size=3),
@@ -109,7 +112,8 @@ def play(*objects: Any, lag: int = 0, every: int = 1, steps: int = 4, **changes:
         config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag, every)
     )  # type: ignore[arg-type]
     run.resume_command = "shoal train resume=run"
-    run.callbacks = Callbacks(GivenCallbacks(objects), KnownArguments(), TrainingState(steps))
+    warn = changes.get("warn", lambda text: None)
+    run.callbacks = Callbacks(GivenCallbacks(objects), KnownArguments(), TrainingState(steps), warn)
     run.train()
     return diary
 
@@ -190,6 +194,27 @@ def test_an_evaluation_that_was_not_due_has_its_weights_published():
     diary = play(watching, every=2, evaluate_every=0)
     assert steps_of(diary.events, "publish") == [0, 1, 2, 4]
     assert steps_of(diary.events, "evaluated") == [0, 1, 4]
+
+
+class WithoutQuestions(Played):
+    """A run without questions to evaluate on."""
+
+    def score(self, version):
+        return {}, []
+
+    def evaluation(self, version, figures, answers, num_completions, seconds) -> None:
+        self.events.append(("evaluated", version))
+
+
+def test_an_evaluation_without_questions_is_a_warning_and_no_call():
+    warnings: list[str] = []
+    watching = Watching(should_evaluate=("step_end", 1))
+    diary = WithoutQuestions()
+    play(watching, evaluate_every=0, diary=diary, warn=warnings.append)
+    [warning] = warnings
+    assert "no questions to evaluate on" in warning and "eval_strategy=steps" in warning
+    assert steps_of(diary.events, "evaluated") == [0, 4]  # as without callbacks
+    assert [event for event, _ in watching.seen if event == "evaluate"] == []
 
 
 class Failing(TrainerCallback):

@@ -267,6 +267,13 @@ def test_prompts_of_later_steps_are_checked_with_each_row_read_once():
 def test_fewer_rows_than_a_step_needs():
     with pytest.raises(ShoalError, match=r"12 prompts, fewer than batch.prompts_per_step=13"):
         stream().next(13)
+    by_device = stream()
+    by_device.size_key = "batch.prompts_per_device"
+    with pytest.raises(
+        ShoalError, match=r"the 13 of a step \(batch.prompts_per_device on"
+    ) as error:
+        by_device.next(13)
+    assert error.value.key == "batch.prompts_per_device"
 
 
 @pytest.mark.parametrize("short", [0, 3])

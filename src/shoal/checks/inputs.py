@@ -409,6 +409,9 @@ def open_prompts(config: Config, prompts_per_step: int, task: Task, encode: Enco
     too long. Encodes the prompts of the first step; with `long_prompts=error` those of all
     steps."""
     long_prompts = config.sampling.long_prompts
+    size_key = "batch.prompts_per_step"
+    if config.batch.prompts_per_device:
+        size_key = "batch.prompts_per_device"
     prompts = PromptStream(
         examples=task.train,
         encode=encode,
@@ -417,6 +420,7 @@ def open_prompts(config: Config, prompts_per_step: int, task: Task, encode: Enco
         long_prompts=long_prompts,
         rates=PassRates(config.train.retire_above),
         shuffles=config.train.shuffle,
+        size_key=size_key,
     )
     prompts.peek(prompts_per_step)  # only for its errors
     if long_prompts == "error":

@@ -599,8 +599,10 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     between checkpoints. Strategy `steps`: a number of updates, rounded up; a number below 1 is a
     share of all updates, which is rounded up first. `epoch`: the steps of an epoch. `no`: none,
     whatever the number says; eval_steps=-1 means none too. Without evaluations no rows are held out
-    for them (`task.hold_out`, unless it is given). Without a strategy the number counts, but with
-    TRL's own defaults (recipe=trl) eval_steps does not, because eval_strategy is `no` there.
+    for them (`task.hold_out`, unless it is given). `best`, of save_strategy: each evaluation saves,
+    and of the checkpoints the best one is kept and the last ones, by TRL's default one. Without a
+    strategy the number counts, but with TRL's own defaults (recipe=trl) eval_steps does not,
+    because eval_strategy is `no` there.
     ShoalError for an unknown strategy."""
     values: dict[str, str] = {}
     reasons = []
@@ -629,7 +631,9 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
             reasons.append(reason)
         elif strategy == "best":
             values |= {key: "0", "checkpoint.keep_best": "1"}
-            reasons.append("each evaluated step is saved, and the best of them kept")
+            if get("checkpoint.keep_last") == 0:  # TRL's default of save_total_limit keeps all
+                values["checkpoint.keep_last"] = "1"
+            reasons.append("each evaluated step is saved, and the best of them kept, and the last")
         elif steps_flag in given:
             updates = _whole_updates(steps_flag, given, get)
             values[key] = _steps_of(steps_flag, updates, 0, get)

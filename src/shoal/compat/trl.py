@@ -682,7 +682,7 @@ FLAGS: list[Flag] = [
     ),
     *derived(
         rules.trl_counts,
-        "checkpoint.every checkpoint.keep_best",
+        "checkpoint.every checkpoint.keep_best checkpoint.keep_last",
         "no: the last step only; epoch: after each epoch; steps: save_steps says how often; best: "
         "the checkpoint with the best evaluation, and the last",
         "save_strategy",

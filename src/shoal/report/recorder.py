@@ -59,6 +59,7 @@ class StepRecord:
     discarded: Sequence[Group] = ()  # groups that dynamic sampling discarded; no update used them
     # number of `groups` that dynamic sampling rejects, and that filled the step nevertheless
     num_filled: int = 0
+    masks_truncated: bool = False  # algorithm.mask_truncated
     prompts_dropped: int = 0  # number since the run began
     prompts_retired: int = 0
 
@@ -252,15 +253,19 @@ class Recorder:
         for group in record.groups:
             of_groups += sum(completion.num_sampled for completion in group.completions)
         in_update = 0  # number of these in completions that were trained on
-        without_advantage = 0  # number of these in groups whose advantages are all 0
+        masked = 0  # number of these in completions that the loss leaves out
+        without_advantage = 0  # number of the others in groups whose advantages are all 0
         for group_index, completion_index in record.logprobs:
             completion = record.groups[group_index].completions[completion_index]
             in_update += completion.num_sampled
-            if not record.advantages[group_index].any():
+            if record.masks_truncated and completion.stop_reason == "length":
+                masked += completion.num_sampled
+            elif not record.advantages[group_index].any():
                 without_advantage += completion.num_sampled
         self._add_tokens(
             stats,
-            trained=in_update - without_advantage,
+            trained=in_update - masked - without_advantage,
+            masked=masked,
             other_terms=without_advantage,
             no_gradient=of_groups - in_update,
             discarded=stats.tokens - of_groups,
@@ -578,6 +583,8 @@ def token_account(counts: Mapping[str, int]) -> dict[str, int]:
     it.
 
     trained: of groups with an advantage, in an update
+    masked: of completions in an update that were cut off, which `algorithm.mask_truncated` leaves
+        out of its loss
     other_terms: of groups whose advantages are all 0, in an update because of a KL, entropy,
         context or teacher term
     no_gradient: of the step's groups, but in no update
@@ -590,7 +597,15 @@ def token_account(counts: Mapping[str, int]) -> dict[str, int]:
     """
     account = {"sampled": counts.get("sampled", 0)}
     unused = account["sampled"]
-    for name in ("trained", "other_terms", "no_gradient", "discarded", "evaluated", "lost"):
+    for name in (
+        "trained",
+        "masked",
+        "other_terms",
+        "no_gradient",
+        "discarded",
+        "evaluated",
+        "lost",
+    ):
         account[name] = counts.get(name, 0)
         unused -= account[name]
     account["unused"] = unused

@@ -34,6 +34,7 @@ def step_figures(metrics: Mapping[str, float]) -> dict[str, Figure]:
     skipped_without_an_update: the same, in a step of which no update was applied
     unchanged_after_an_update: number of publications without new weights, after an update
     truncated_where_updated: share of truncated completions, in a step without skipped updates
+    gradient_of_differing_rewards: norm of the gradient, in a step with such groups
     """
     figures = {}
     for name, value in metrics.items():
@@ -51,6 +52,8 @@ def step_figures(metrics: Mapping[str, float]) -> dict[str, Figure]:
         derived.append(Figure("unchanged_after_an_update", unchanged))
     if not skipped and "completions/truncated" in metrics:
         derived.append(Figure("truncated_where_updated", metrics["completions/truncated"]))
+    if metrics.get("groups/nonzero_std") and metrics.get("grad_norm") is not None:
+        derived.append(Figure("gradient_of_differing_rewards", metrics["grad_norm"]))
     for figure in derived:
         figures[figure.name] = figure
     return figures

@@ -171,6 +171,19 @@ ROWS = (
         symptom="the-reward-is-constant",
     ),
     Row(
+        "no gradient",
+        "gradient_of_differing_rewards",
+        "==",
+        0,
+        "for {least_steps} steps the gradient has been 0 although rewards differ, so nothing has "
+        "been learned",
+        "with algorithm.mask_truncated the loss leaves out every completion that is cut off: raise "
+        "sampling.max_completion_tokens, or turn it off",
+        "algorithm.mask_truncated",
+        steps=3,
+        symptom="completions-are-cut-off",
+    ),
+    Row(
         "truncated",
         "truncated_where_updated",
         ">",

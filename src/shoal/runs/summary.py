@@ -313,6 +313,7 @@ def summary_facts(summary: Summary) -> str:
 
 _ENDS_OF_TOKENS = {
     "trained": "trained on",
+    "masked": "cut off, so left out of the loss",
     "other_terms": "only in the KL, entropy, context or teacher term",
     "no_gradient": "without an advantage",
     "discarded": "discarded by dynamic sampling",

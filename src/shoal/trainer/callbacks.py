@@ -255,6 +255,7 @@ class Callbacks:
             self._keywords["processing_class"] = given.processing_class
         self._error: tuple[str, Exception | None] = ("", None)  # text and cause
         self._best_is_unknown = False  # True once that was warned of
+        self._warned_of_no_questions = False
 
     @property
     def asks_save(self) -> bool:
@@ -326,6 +327,16 @@ class Callbacks:
         # After the calls, as in transformers: EarlyStoppingCallback compares with the best before.
         self._note_best(of_version, logs)
         self._settle()
+
+    def warn_of_no_questions(self) -> None:
+        """Warns once that a callback asks for an evaluation in a run that has none."""
+        self.control.should_evaluate = False
+        if not self._warned_of_no_questions:
+            self._warn(
+                "a callback set control.should_evaluate, but the run has no questions to evaluate "
+                "on: give it some, and eval_strategy=steps (train.evaluate_every above 0)"
+            )
+        self._warned_of_no_questions = True
 
     def saved(self, version: int) -> None:
         """Says that the checkpoint of `version` was saved."""

@@ -189,6 +189,9 @@ class Run:
             self.store_resume_settings()
             self.call_back(version, state, self.callbacks.end_step, metrics, groups)
             is_evaluated = self.evaluation_due(version) or self.callbacks.asks_evaluation
+            if not self.evaluator.sets and self.callbacks.asks_evaluation:
+                self.callbacks.warn_of_no_questions()
+                is_evaluated = False
             if is_evaluated and not self.ends_at(version):
                 if not self.publication_due(version):  # it was not known that it is evaluated
                     self.publish(version, state.trainable)
@@ -610,7 +613,8 @@ class Run:
                     time.perf_counter() - requested.started,
                 )
                 del self.evaluating[version]
-            self.call_back(current_version, state, self.callbacks.evaluated, version, figures)
+            if figures:
+                self.call_back(current_version, state, self.callbacks.evaluated, version, figures)
 
     @timed("trainer", "record")
     def record(
@@ -638,6 +642,7 @@ class Run:
             seconds=seconds,
             discarded=discarded,
             num_filled=num_filled,
+            masks_truncated=self.config.algorithm.mask_truncated,
             prompts_dropped=self.prompts.dropped,
             prompts_retired=len(self.prompts.rates.retired()),
         )

@@ -166,6 +166,7 @@ class PromptStream:
     # (bound of the rates, `count`) for which `next` found the data exhausted; None if it is not.
     ended: tuple[float, int] | None = None
     shuffles: bool = True
+    size_key: str = "batch.prompts_per_step"  # the key that says how many prompts a step has
     _order: tuple[int, np.ndarray] = field(default=(-1, np.empty(0, np.int64)), repr=False)
 
     def more(self, count: int, taken: Collection[int]) -> list[TokenizedExample]:
@@ -189,10 +190,13 @@ class PromptStream:
         ShoalError if the data has fewer than `count` prompts, if too long or refused prompts leave
         fewer, or, with `long_prompts=error`, at the first such prompt."""
         if len(self.examples) < count:
+            of_step = f"batch.prompts_per_step={count}"
+            if self.size_key != "batch.prompts_per_step":
+                of_step = f"the {count} of a step ({self.size_key} on all devices)"
             raise ShoalError(
-                f"the data has {counted(len(self.examples), 'prompt')}, fewer than "
-                f"batch.prompts_per_step={count}: lower it, or add data",
-                "batch.prompts_per_step",
+                f"the data has {counted(len(self.examples), 'prompt')}, fewer than {of_step}: "
+                "lower it, or add data",
+                self.size_key,
             )
         # Checkpoints store this: a resumed run ends where this one did, unless the bound or the
         # step's size was changed.

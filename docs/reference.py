@@ -236,9 +236,9 @@ DIFFERENCES: dict[str, Difference] = {
         "verl",
         "`algorithm.filter_groups.enable=True`",
         "samples `data.gen_batch_size` prompts at a time, those of the next epoch too, and drops "
-        "what is beyond a step",
+        "what is beyond a step; an epoch has rows // `data.gen_batch_size` steps",
         "samples as many as are likely to be needed, each prompt at most once in a step, so a step "
-        "consumes fewer prompts",
+        "consumes fewer prompts; an epoch has rows // `data.train_batch_size` steps",
     ),
     "verl longest response": Difference(
         "verl",
@@ -258,7 +258,8 @@ DIFFERENCES: dict[str, Difference] = {
         "means of `acc`, or of the number that the function returns alone; of k answers over "
         "random draws of k of the n",
         "`accuracy` counts the answers with `acc` 1, `rewards/logged/acc` is the mean of `acc`, "
-        "`mean_reward` that of a number alone; `pass@k` is exact, `maj@n` of all n answers",
+        "`mean_reward` that of a number alone; `pass@k` is exact; `maj@n` is of all n answers, "
+        "of tasks that extract answers: a function's `pred` has no vote",
     ),
     "verl rows in both files": Difference(
         "verl",

@@ -693,7 +693,14 @@ def test_epochs_are_of_the_rows_that_are_not_dropped(tmp_path):
     words += ["reward=f.py:g", "data.train_batch_size=4", "trainer.total_epochs=1"]
     words += ["actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_prompt_length=64"]
     # Without the filter a long prompt is an error of the run.
-    assert compose("train", words)[0].steps == 16
+    config, resolved = compose("train", words)
+    assert config.steps == 16 and not any("gen_batch_size" in line for line in resolved.start_lines)
+    # verl would count 64 // 8 steps.
+    filtered = ["algorithm.filter_groups.enable=True", "data.gen_batch_size=8"]
+    config, resolved = compose("train", [*words, *filtered])
+    assert config.steps == 16
+    [line] = [line for line in resolved.start_lines if "trainer.total_epochs=1 became" in line]
+    assert line.endswith("(verl counts data.gen_batch_size prompts a step)")
     config, resolved = compose("train", [*words, "data.filter_overlong_prompts=True"])
     assert config.steps == 8
     said = "(32 of 64 are dropped by sampling.max_prompt_tokens=64)"

@@ -1109,6 +1109,11 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         )
     steps = steps_of(prompts)
     sentence += f", {count(prompts, 'prompt')} a step"
+    if get("algorithm.dynamic_sampling"):
+        sentence += (
+            "; dynamic sampling takes more prompts for a step than it trains on, so the run may "
+            "pass over the rows more often (verl counts data.gen_batch_size prompts a step)"
+        )
     if each and prompts != each:
         sentence += f" ({each} a device x {prompts // each})"
     wanted = round(epochs * rows)

@@ -217,8 +217,8 @@ FLAGS: list[Flag] = [
     *flags.grouped(
         verl_readers.read_estimator,
         "algorithm.advantage algorithm.whiten_over algorithm.credit batch.group_size critic.lr",
-        "of groups; gae, by a critic, has one completion of each prompt and critic.lr=1e-5 if "
-        "nothing says more",
+        "of groups, of 8 completions if nothing says how many (verl has one there); gae, by a "
+        "critic, has one completion of each prompt and critic.lr=1e-5 if nothing says more",
         "algorithm.adv_estimator",
     ),
     *flags.grouped(
@@ -342,7 +342,7 @@ FLAGS: list[Flag] = [
         "steps",
         "passes over the training rows of local files or from Python, without prompts that are too "
         "long and dropped, and without those that val_files have too (verl trains on them; no key "
-        "keeps them here); for other data set steps",
+        "keeps them here); without effect next to total_training_steps; for other data set steps",
         _T + "total_epochs",
         low_priority=True,
     ),

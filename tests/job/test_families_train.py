@@ -65,12 +65,10 @@ def test_twenty_steps_are_finite_and_a_resumed_run_has_the_same_bits(workshop):
     whole = workshop.train("whole", *SETTINGS)
     steps = metrics(whole)
     assert len(steps) == 20
-    a = architecture_of(workshop.model)
-    # With experts, or layers that read the keys of others, the programs of scoring and of the
-    # update are compiled, here with little effort, to sums in another order: a few log-probs differ
-    # by their last bit.
-    may_differ = a.experts is not None or bool(a.read_layers)
-    assert steps[0]["kl"] == 0.0 or (may_differ and 0 < steps[0]["kl"] < 1e-13)
+    # The programs of scoring and of the update are compiled, here with little effort, to sums in
+    # another order: with experts on any processor, with other families on some processors. A few
+    # log-probs then differ by their last bit.
+    assert 0 <= steps[0]["kl"] < 1e-13
     for step in steps:
         for name in ("loss", "grad_norm", "kl", "sampler_gap/logprob_mean"):
             assert np.isfinite(step[name])

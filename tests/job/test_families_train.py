@@ -80,6 +80,7 @@ def test_twenty_steps_are_finite_and_a_resumed_run_has_the_same_bits(workshop):
         for name in theirs:
             if not is_clock(name):
                 assert ours[name] == theirs[name], name
+    a = architecture_of(workshop.model)
     ours = by_path(load_parameters(cut, 20, a, trainer()))
     assert same_bits(ours, by_path(load_parameters(whole, 20, a, trainer())))
     assert groups(cut, 19) == groups(whole, 19)

@@ -405,7 +405,7 @@ def unread_algorithm_keys(config: Config) -> Iterator[tuple[str, str]]:
 
 def reward_preset_notes(config: Any, task: Task) -> Iterator[str]:
     """Yields a line if `reward.preset` is set and the task has no use for it; not if a recipe set
-    it, or the run that is evaluated. Yields another if it is why rows of one's own have a reward.
+    it, or the run that is evaluated. Yields another if it gives the user's rows their reward.
     `config`: of a command that has tasks and rewards; `task`: with its own rewards."""
     preset = config.reward.preset
     if preset == RewardSection.preset or config.task.name == "gsm8k":

@@ -1014,7 +1014,7 @@ def _prompt_lengths(task: Task, examples: Sequence[Example], get: GetValue) -> l
 
 
 ROOM_FOR_PROMPTS = 1024
-"""Tokens that prompts of one's own data may have with TRL's defaults at least, as in the preset of
+"""Tokens that prompts of the user's data may have with TRL's defaults at least, as in the preset of
 task=custom."""
 
 MOST_TOKENIZED = 2000
@@ -1030,7 +1030,7 @@ def _prompt_bytes(example: Example) -> int:
 
 def trl_prompts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts max_prompt_length to sampling.max_prompt_tokens. None is no limit, which TRL 1.16
-    has for no prompt: for one's own data it becomes the longest prompt of the rows to train and
+    has for no prompt: for the user's data it becomes the longest prompt of the rows to train and
     evaluate on, or ROOM_FOR_PROMPTS if that is more or if the lengths are not known before the run
     (`_prompt_lengths`). A task of Shoal keeps its own limit, so nothing is set."""
     _, text = last_of(given)

@@ -509,8 +509,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.trl_prompts,
         "sampling.max_prompt_tokens",
-        "None, as in TRL 1.16, which has no such flag: one's own rows have no limit but the "
-        "longest prompt",
+        "None, as in TRL 1.16, which has no such flag: rows of files and from Python have no limit "
+        "but the longest prompt",
         "max_prompt_length",
         keeps_nothing=True,
     ),

@@ -137,7 +137,8 @@ def test_every_key_acts_or_cannot_matter_or_is_an_error(
     )
     referred = {}
     for key in idle:
-        if f"{{{key}}}" in str(acting) or f":{key}," in str(acting):
+        sibling = f"{{.{key.rpartition('.')[2]}}}"  # {.save_contents}
+        if any(name in str(acting) for name in (f"{{{key}}}", f":{key},", sibling)):
             referred[key] = values[key]
     silent = []
     for key in acting.keys() - GIVEN.get(name, {}).keys():

@@ -158,6 +158,7 @@ def refused(capsys, folder: Path, words: list[str], *parts: str) -> None:
         ("reward={rewards}:leters", ["defines no 'leters'", "did you mean letters"]),
         ("reward={rewards}", ["expected `file.py:function`"]),
         ("reward.weights=1,2", ["reward.weights", "1 number,"]),
+        ("reward=missing.py:f reward.weights=1,2", ["no file missing.py"]),
         ("run_name=../out", ["run_name='../out'", "without '..'"]),
         (
             "base_output_directory={rewards}/below",

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from shoal.config.key import at_least, key, require
-from shoal.text import count
 
 
 @dataclass(frozen=True)
@@ -98,9 +97,10 @@ class RewardSection:
 
     def __post_init__(self) -> None:
         """Checks the values: raises ShoalError, which names the key, if a number is out of its
-        range, or `weights` and `functions` are both given and differ in number. The first fault
-        found is raised. timeout_seconds is above 0, max_failed_share 0 to 1, overlong_buffer_tokens
-        -1 or more; memory_gib, workers and overlong_penalty are 0 or more."""
+        range. The first fault found is raised. timeout_seconds is above 0, max_failed_share 0 to 1,
+        overlong_buffer_tokens -1 or more; memory_gib, workers and overlong_penalty are 0 or more.
+        The number of `weights` is checked when the functions are loaded: a missing file is said
+        first."""
         require(
             self.timeout_seconds > 0,
             "reward.timeout_seconds",
@@ -122,13 +122,6 @@ class RewardSection:
         )
         at_least(self, "reward.", 0, "overlong_penalty")
         at_least(self, "reward.", 0, "workers", note="in this process")
-        if self.weights and self.functions:
-            require(
-                len(self.weights) == len(self.functions),
-                "reward.weights",
-                self.weights,
-                f"{count(len(self.functions), 'number')}, one for each of reward.functions",
-            )
 
 
 REWARD_PRESETS: dict[str, str] = {"shoal": "shoal.tasks.gsm8k:SHOAL"}

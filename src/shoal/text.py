@@ -83,7 +83,8 @@ def did_you_mean(
 ) -> str:
     """Returns the end of a message, `, did you mean X?`, if one of the names is near to `key`: at
     least CLOSE, without the sections that both begin with, or with a last part that begins that of
-    `key` or is begun by it (both of more than 3 letters). Else returns "", or with `lists_all` a
+    `key` or is begun by it (both of more than 3 letters; with the same sections before, also by one
+    letter more, as `rollout.nn` for `rollout.n`). Else returns "", or with `lists_all` a
     list of all names; "" also if there are no names. `shown`: name -> how the message writes it.
 
     >>> did_you_mean("optimizr.lr", ["optimizer.lr"]), did_you_mean("use_peft", ["task.subset"])
@@ -102,7 +103,9 @@ def did_you_mean(
     is_part = is_long and (name_part.startswith(key_part) or key_part.startswith(name_part))
     # Long sections in common, as in `a.b.rate` and `a.b.name`, do not make names alike.
     different = _without_common_sections(key, name)
-    if is_part or max(likeness(*different), likeness(key_part, name_part)) >= CLOSE:
+    shorter, longer = sorted(different, key=len)
+    is_slip = different != (key, name) and bool(shorter) and shorter == longer[:-1]
+    if is_part or is_slip or max(likeness(*different), likeness(key_part, name_part)) >= CLOSE:
         if shown:
             name = shown.get(name, name)
         return f", did you mean {name}?"

@@ -158,8 +158,9 @@ def find_key(config_type: type, name: str) -> Key:
 def _suggestion(config_type: type, name: str) -> str:
     """Returns the end of a message about an unknown name, `, did you mean lr (optimizer.lr)?`, for
     the nearest key, short form or flag of another system that the command accepts; '' if none is
-    near. A flag is suggested only if it is nearer than Shoal's own names by more than OURS_FIRST. A
-    flag that sets no key is never suggested."""
+    near. A flag is suggested only if it is nearer than Shoal's own names by more than OURS_FIRST,
+    or if it alone has the sections that the name has, all before the last dot. A flag that sets no
+    key is never suggested."""
     names = names_of(config_type)
     # Names to suggest: a key, a short form or another system's flag -> its key, or several keys
     # with commas.
@@ -170,7 +171,11 @@ def _suggestion(config_type: type, name: str) -> str:
     keys_by_name.update(names)
     meant = nearest(name, keys_by_name)
     ours = nearest(name, names)
-    if nearness(name, ours) >= nearness(name, meant) - OURS_FIRST:
+    sections, sections_of_flag, sections_of_ours = (
+        each.rpartition(".")[0] for each in (name, meant, ours)
+    )
+    is_theirs = bool(sections) and sections_of_ours != sections == sections_of_flag
+    if not is_theirs and nearness(name, ours) >= nearness(name, meant) - OURS_FIRST:
         meant = ours
     shown_as = {}  # name to suggest -> how the message writes it, like `lr (optimizer.lr)`
     for known, key in keys_by_name.items():

@@ -770,6 +770,11 @@ _PLACES = (
         "scripts of these names and paths: `shoal compat FOLDER` writes them, and "
         "[Lines](lines.md) lists what runs",
     ),
+    (
+        "`verl.model_merger`, `verl.trainer.main_generation`, `verl.trainer.main_eval`",
+        "`shoal export from=RUN to=FOLDER`, `shoal generate`, `shoal eval responses=FILE`; scripts "
+        "of these names end with a line that says so",
+    ),
 )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shoal.cli import main
-from shoal.commands.compat import checked_scripts
+from shoal.commands.compat import checked_scripts, shim_argv
 from shoal.compat.front import add_typed_names
 from shoal.config.commands import CompatConfig
 from shoal.config.merge import compose
@@ -156,6 +156,8 @@ def test_one_choice_is_not_one_of_several():
         ("actor_rollout_ref.rollout.nonexisting", ""),
         ("actor_rollout_ref.actor.ppo_epoch", "actor_rollout_ref.actor.ppo_epochs"),
         ("actor_rollout_ref.actr.ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"),
+        ("actor_rollout_ref.rollout.nn", "actor_rollout_ref.rollout.n"),
+        ("actor_rollout_ref.rollout.temprature", "actor_rollout_ref.rollout.temperature"),
     ],
 )
 def test_a_key_is_suggested_only_if_its_own_part_of_the_name_is_alike(name, meant):
@@ -202,7 +204,9 @@ def test_a_run_has_the_folder_of_its_project_and_experiment(words, base, run_nam
     """verl writes to default_local_dir, by default checkpoints/PROJECT/EXPERIMENT."""
     config, _ = compose("train", words)
     assert (config.base_output_directory, config.run_name) == (base, run_name)
-    assert config.report.wandb.project == ("p" if PROJECT in words else "shoal")
+    report = config.report
+    projects = {report.wandb.project, report.mlflow.experiment, report.trackio.project}
+    assert projects == {"p" if PROJECT in words else "shoal"}
 
 
 def store_run(folder, project):
@@ -739,6 +743,56 @@ def test_dapos_script_is_main_ppos(tmp_path):
     scripts = checked_scripts(CompatConfig(to=str(tmp_path)))
     of_dapo = scripts[tmp_path / "recipe" / "dapo" / "main_dapo.py"]
     assert of_dapo == scripts[tmp_path / "verl" / "trainer" / "main_ppo.py"]
+
+
+def test_verls_one_completion_of_a_prompt_is_said_where_nobody_says_how_many():
+    said = "actor_rollout_ref.rollout.n is not given: batch.group_size=8 completions of each"
+    for words, is_said in (
+        ([], True),
+        (["algorithm.adv_estimator=grpo"], True),
+        (["task=gsm8k"], True),
+        (["algorithm.adv_estimator=gae"], False),
+        (["actor_rollout_ref.rollout.n=8"], False),
+        (["batch.group_size=8"], False),
+    ):
+        _, resolved = compose("train", ["recipe=verl", *words])
+        assert any(line.startswith(said) for line in resolved.notes) == is_said, words
+    _, resolved = compose("train", ["algorithm.adv_estimator=grpo"])  # nothing else is verl's
+    assert not any("is not given" in line for line in resolved.notes)
+
+
+def test_epochs_beside_steps_are_said_to_count_nothing(tmp_path):
+    said = "trainer.total_epochs=2 changes nothing here: {} counts"
+    for other in ("trainer.total_training_steps=3", "steps=3"):
+        for words in (["trainer.total_epochs=2", other], [other, "trainer.total_epochs=2"]):
+            config, resolved = compose("train", words)
+            assert config.steps == 3 and said.format(other) in resolved.notes
+    file = tmp_path / "mine.yml"
+    file.write_text("trainer: {total_epochs: 2, total_training_steps: 3}\n")
+    _, resolved = compose("train", [str(file)])
+    assert said.format("trainer.total_training_steps=3") in resolved.notes
+    # over a file of epochs a number of steps on the command line is meant as it stands
+    file.write_text("trainer: {total_epochs: 2}\n")
+    _, resolved = compose("train", [str(file), "trainer.total_training_steps=3"])
+    assert not any("total_epochs" in line for line in resolved.notes)
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("verl/model_merger/__main__.py", "shoal export from=RUN to=FOLDER"),
+        ("verl/trainer/main_generation.py", "shoal generate model=MODEL"),
+        ("verl/trainer/main_generation_server.py", "shoal generate model=MODEL"),
+        ("verl/trainer/main_eval.py", "shoal eval responses=FILE.jsonl"),
+    ],
+)
+def test_verls_other_scripts_name_the_command_here(path, command, tmp_path):
+    text = checked_scripts(CompatConfig(to=str(tmp_path)))[tmp_path / path]
+    found = re.search(r'run_as\("(.+)"\)', text)
+    assert found
+    with pytest.raises(ShoalError, match=command) as refused:
+        shim_argv(found[1], ["merge", "--backend", "fsdp"])
+    assert str(refused.value).startswith(found[1])
 
 
 def test_a_run_has_its_experiments_name_at_services(tmp_path):

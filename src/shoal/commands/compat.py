@@ -1,5 +1,6 @@
 """`shoal compat`: writes scripts that run Shoal under the paths of scripts of MaxText, TorchRL,
-TRL, verl and Tunix, so that their users can type their usual command lines.
+TRL, verl and Tunix, so that their users can type their usual command lines. Where no command takes
+a script's flags, its script ends with a line that says what to type.
 
 src/MaxText/rl/train_rl.py -> run_as("train_rl") -> shoal train --config-name train_rl ..."""
 
@@ -51,6 +52,8 @@ class ScriptShim:
     # For a script with subcommands: subcommand -> words for it.
     commands: Mapping[str, tuple[str, ...]] | None = None
     command: str = "train"  # the command of Shoal
+    # For a script whose flags no command takes: what the error says to type in its place.
+    instead: str = ""
 
 
 _ENVIRONMENT = ("TRAINER_DEVICES_FRACTION", "SAMPLER_DEVICES_FRACTION")
@@ -110,6 +113,25 @@ SHIMS: Mapping[str, ScriptShim] = {
             "dapo_trainer",
             "dapo_megatron_trainer",
         ),
+    ),
+    "verl.model_merger": ScriptShim(
+        "",
+        ("verl/model_merger/__main__.py",),
+        instead="a checkpoint here is in one piece: `shoal export from=RUN to=FOLDER` writes the "
+        "model of a run, or of one of its checkpoints, in Hugging Face's format",
+    ),
+    "verl.trainer.main_generation": ScriptShim(
+        "",
+        ("verl/trainer/main_generation.py", "verl/trainer/main_generation_server.py"),
+        instead="`shoal generate model=MODEL prompts=FILE output=FILE.jsonl num_generations=N` "
+        "samples completions of the prompts in a parquet or jsonl file",
+    ),
+    "verl.trainer.main_eval": ScriptShim(
+        "",
+        ("verl/trainer/main_eval.py",),
+        instead="`shoal eval responses=FILE.jsonl task=custom task.path=DATA "
+        "reward=FILE.py:compute_score` scores responses made elsewhere, rows with `prompt` and "
+        "`response`",
     ),
     "tunix": ScriptShim("base_config", ("tunix/cli/grpo_main.py",)),
 }
@@ -181,14 +203,17 @@ def shim_argv(name: str, words: Sequence[str]) -> list[str]:
     """Returns the arguments of `shoal` that do what another system's script would do with the
     arguments `words`. `name`: the script's key in SHIMS; KeyError for another. The user's file and
     words have precedence over the script's preset and words. ShoalError if a script with
-    subcommands gets none or an unknown one. Every script that trains reads the environment for
-    flags that MaxText's trainers take from it; one with `configs` also looks there, below the
-    current folder, for the user's YAML files, unless the words name a folder.
+    subcommands gets none or an unknown one, and for a script with `instead`. Every script that
+    trains reads the environment for flags that MaxText's trainers take from it; one with `configs`
+    also looks there, below the current folder, for the user's YAML files, unless the words name a
+    folder.
 
     >>> shim_argv("grpo_demo", ["--steps=4"])
     ['train', '--config-name', 'grpo_demo', '--steps=4']
     """
     shim = SHIMS[name]
+    if shim.instead:
+        raise ShoalError(f"{name} has no counterpart that takes its flags: {shim.instead}")
     words = list(words)
     beneath = []  # words that come before the user's, so that the user's have precedence
     if shim.configs:  # only TorchRL's scripts have some

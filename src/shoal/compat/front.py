@@ -272,12 +272,12 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
     errors += errors_of_rules
 
     became: list[FlagLine] = []
+    notes = _recipe_notes(config_type, layers, draft.uses)
     values, errors_of_values = merged.values_and_errors()
     if not errors and not errors_of_values:
         became = _became(draft, merged, values)
-    return Translation(
-        merged.layers, errors, _recipe_notes(config_type, layers, draft.uses), became
-    )
+        notes += _group_size_notes(merged)
+    return Translation(merged.layers, errors, notes, became)
 
 
 def _apply_rules(
@@ -647,7 +647,10 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[Fla
     for effect in sorted(draft.effects, key=lambda effect: effect.last):
         layer_index, _ = effect.last
         layer = draft.typed[layer_index]
-        if not (layer.is_users and effect.applies and effect.is_shown):
+        if not (layer.is_users and effect.is_shown):
+            continue
+        if not effect.applies:
+            lines += _overruled_lines(effect, merged, positions)
             continue
         if not effect.settings and layer.file and not effect.has_line:
             idle_names.setdefault(layer_index, []).extend(effect.flags)
@@ -707,6 +710,25 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[Fla
     return lines
 
 
+def _overruled_lines(
+    effect: Effect, merged: Merged, positions: Mapping[int, int]
+) -> list[FlagLine]:
+    """Returns a line, as a list, on a flag that changes nothing because its key is also given by a
+    name that counts before it in the same file or on the same command line: total_epochs next to
+    total_training_steps. [] for a flag that gives way to none in its layer (`low_priority`), or to
+    one in a higher layer. `effect`: of a rule that was not called; `positions`: as `_positions`
+    returns them."""
+    setting = effect.settings[0].setting
+    layer_index, _ = merged.settings[positions[id(setting)]]
+    other = merged.setting_of(setting.key)  # there is one: else the rule would have been called
+    is_beside = layer_index == merged.layer_index(setting.key) and other.name not in effect.flags
+    if not (setting.yields and is_beside):
+        return []
+    flags = ", ".join(f"{name}={text}" for name, text in effect.flags.items())
+    reason = f"{other.name}={text_of(other.value)} counts"
+    return [FlagLine(f"{flags} changes nothing here: {reason}", is_note=True)]
+
+
 def _is_mentioned(position: int, merged: Merged, final_values: Mapping[str, Any]) -> bool:
     """True if the line about a flag should mention this setting, the one at `position` in
     `merged.settings`. False if it yields (the flag is mainly about other keys) and the key would
@@ -757,6 +779,23 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[Fla
     return [
         f"{system}'s flags change only what they name; recipe={system.lower()} sets its other "
         "defaults too"
+    ]
+
+
+def _group_size_notes(merged: Merged) -> list[str]:
+    """Returns a line, as a list, if a run with verl's defaults compares completions of a prompt and
+    the user did not say how many: verl's default is one, which the recipe does not set. Else
+    []."""
+    key = "batch.group_size"
+    if key not in keys_of(merged.config_type) or merged.get("recipe") != "verl":
+        return []
+    origin = merged.origins.get(key, "")
+    is_typed = origin and origin.partition(" ")[0] not in ("task", *PACKAGED.values())
+    if is_typed or merged.get("algorithm.advantage") == "gae":
+        return []
+    return [
+        f"actor_rollout_ref.rollout.n is not given: {key}={merged.get(key)} completions of each "
+        "prompt here, 1 in verl"
     ]
 
 

@@ -804,8 +804,8 @@ def _run_to_resume(name: str, text: str) -> str:
 
 def verl_run_folder(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts verl's names of a run to base_output_directory and run_name, and the project's to
-    report.wandb.project. There the run's folder is default_local_dir, by default
-    checkpoints/PROJECT/EXPERIMENT, so here:
+    report.wandb.project, report.mlflow.experiment and report.trackio.project. There the run's
+    folder is default_local_dir, by default checkpoints/PROJECT/EXPERIMENT, so here:
 
         default_local_dir=D/EXPERIMENT    base_output_directory=D, run_name=EXPERIMENT
         default_local_dir=D               base_output_directory=D, run_name=EXPERIMENT
@@ -819,7 +819,8 @@ def verl_run_folder(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentenc
     directory = named.get("default_local_dir", "")
     values = {}
     if project:
-        values["report.wandb.project"] = project
+        for key in ("report.wandb.project", "report.mlflow.experiment", "report.trackio.project"):
+            values[key] = project
     if directory:
         values["base_output_directory"] = directory
     if not experiment:

@@ -101,7 +101,7 @@ FLAGS: list[Flag] = [
     ],
     *derived(
         rules.verl_run_folder,
-        "report.wandb.project run_name",
+        "report.wandb.project report.mlflow.experiment report.trackio.project run_name",
         "the run is project_name/experiment_name under base_output_directory, unless "
         "default_local_dir is given",
         _T + "project_name",

@@ -642,7 +642,8 @@ result["stopped_by"], result["steps_made"]    # "the callback StopAtReward", 37
 
 `EarlyStoppingCallback` needs evaluations while training (`eval_strategy="steps", eval_steps=10`)
 and a figure of them (`metric_for_best_model="eval_reward"`). The evaluation before training counts,
-if there is one. `load_best_model_at_end` is an error, as without callbacks.
+if there is one. `load_best_model_at_end` is an error, as without callbacks: `save_strategy="best"`
+keeps the best checkpoint, and the run's last line is the `shoal export` that writes it.
 
 A callback that raises ends the run with its error, after a checkpoint of the step. A run that a
 callback stopped has come to its end: the same call returns its result, and `resume=` continues it

@@ -970,7 +970,7 @@ def stored_run(folder: Path, words: list[str]) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_without_a_right_answer_reports_its_reward(workshop):
+def test_a_run_without_a_right_answer_reports_its_reward(workshop, capsys):
     def reward(completions, **_):
         return [float(len(text)) for text in completions]
 
@@ -996,4 +996,10 @@ def test_a_run_without_a_right_answer_reports_its_reward(workshop):
     ] and "held_out mean reward (greedy, 2 questions)" in repr(result)
     scores = {row["step"]: row["mean_reward"] for row in result.evaluations}
     kept = {int(folder.name) for folder in result.checkpoints_path.iterdir()}
-    assert max((1, 2), key=lambda step: (scores[step], step)) in kept
+    best = max((1, 2), key=lambda step: (scores[step], step))
+    assert best in kept
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "best evaluation" in line]
+    assert line == (
+        f"the best evaluation of a checkpoint is that of step {best}: `shoal export "
+        f"from={result.checkpoints_path}/{best} to=FOLDER` writes its weights"
+    )

@@ -107,7 +107,7 @@ def play(*objects: Any, lag: int = 0, every: int = 1, steps: int = 4, **changes:
     prompts = PromptStream(
         [Example(row, str(row)) for row in range(50)], lambda prompt: np.array([1]), 0, 10
     )
-    diary.finish = lambda last=None: last  # type: ignore[method-assign]
+    diary.finish = lambda last=None, best=None: last  # type: ignore[method-assign]
     run = Run(
         config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag, every)
     )  # type: ignore[arg-type]

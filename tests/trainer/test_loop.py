@@ -176,7 +176,7 @@ class Diary:
         assert record.seconds >= 0 and {group.step for group in record.groups} == {record.step}
         return {"reward/mean": float(record.step)}
 
-    def finish(self, last=None):
+    def finish(self, last=None, best=None):
         return {"evaluated": self.evaluated, "last": last}
 
     def sync(self, *args) -> None: ...

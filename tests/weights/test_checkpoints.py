@@ -74,6 +74,15 @@ def test_the_newest_are_kept(run):
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["10", "4"]
 
 
+def test_of_checkpoints_with_equal_scores_the_newer_is_better(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1, keep_best=1)
+    manager = SimpleNamespace(all_steps=lambda: [5, 3, 4, 6])
+    monkeypatch.setattr(checkpoints, "_manager", manager)
+    # Version 2 has no checkpoint, 6 no score.
+    assert checkpoints.ranked({2: 0.9, 3: 0.5, 4: 0.5, 5: 0.25}) == [5, 3, 4]
+    assert checkpoints.ranked({}) == []
+
+
 def test_a_protected_version_outlives_newer_ones(tmp_path, monkeypatch):
     """The last good one, where what came after it is ruined."""
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep_last=1)

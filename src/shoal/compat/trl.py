@@ -989,8 +989,8 @@ FLAGS: list[Flag] = [
     ),
     *refused("data are read whole", "dataset_streaming", "streaming"),
     *refused(
-        "a run ends with its last weights; checkpoint.keep_best=1 keeps the checkpoint with the "
-        "best evaluation, which model= and from= take as RUN/checkpoints/STEP; leave it out",
+        "a run ends with its last weights; leave it out: save_strategy=best keeps the checkpoint "
+        "with the best evaluation too, and the run's last line has the `shoal export` of it",
         "load_best_model_at_end",
     ),
     *only("rows are taken in a random order", "random", names="train_sampling_strategy"),

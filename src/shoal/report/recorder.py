@@ -483,11 +483,12 @@ class Recorder:
         for sink in self.sinks:
             sink.seconds_to_close = SECONDS_TO_STOP
 
-    def finish(self, last: int) -> Summary:
+    def finish(self, last: int, best: int | None = None) -> Summary:
         """Ends a run after step `last` (from 1): waits until its groups are written, prints the
         table before and after training, facts and failures, writes summary.json, waits until the
         bucket (if any) has everything, prints how to go on, and returns the summary. Does not close
-        the files (`close`)."""
+        the files (`close`). `best`: the checkpoint with the best evaluation, which is printed too;
+        None: the run does not compare them."""
         self.folder.begin("end", last)
         self._groups.flush()
         self._add_tokens(self.read_stats(Purpose.TRAIN))  # tokens sampled since the last step
@@ -517,6 +518,12 @@ class Recorder:
         self.folder.write_summary(summary)
         self.folder.flush()
         self.print_next_steps(has_weights=True)
+        if best is not None:
+            checkpoint = address(self.folder.checkpoints_path / str(best))
+            self.console.text(
+                f"the best evaluation of a checkpoint is that of step {best}: `shoal export "
+                f"from={checkpoint} to=FOLDER` writes its weights"
+            )
         return summary
 
     def print_next_steps(self, has_weights: bool) -> None:

@@ -218,7 +218,10 @@ class Run:
         self.store_resume_settings()
         self.checkpoints.finish()
         self.check_frozen(state)
-        return self.recorder.finish(last)
+        best = None
+        if self.config.checkpoint.keep_best:
+            best = next(reversed(self.checkpoints.ranked(self.recorder.scores())), None)
+        return self.recorder.finish(last, best)
 
     def begin(self) -> tuple[TrainState, int]:
         """Returns the trainer's state and the first step to run: for a new run after evaluating

@@ -198,17 +198,21 @@ class Checkpoints:
         """Returns the versions that have a checkpoint, in ascending order."""
         return sorted(self._manager.all_steps())
 
+    def ranked(self, scores: Mapping[int, float]) -> list[int]:
+        """Returns the versions that have a checkpoint and a score, the best last. `scores`:
+        version -> score, the higher the better."""
+        # Of equal scores the newer is better: with few questions ties are common, and the newer has
+        # trained longer.
+        scored = [version for version in self.versions() if version in scores]
+        return sorted(scored, key=lambda version: (scores[version], version))
+
     def _prune(self) -> None:
         """Deletes all checkpoints but the newest `keep_last` (0: all), the `keep_best` with the
         highest scores, and the protected one. Of equal scores the newer is better."""
         saved = self.versions()
         keep = set(saved[-self.keep_last :])  # with 0 this is the whole list
         if self.keep_best:
-            scored = [version for version in saved if version in self._scores]
-            # Of equal scores the newer is kept: with few questions ties are common, and the newer
-            # has trained longer.
-            scored.sort(key=lambda version: (self._scores[version], version))
-            keep.update(scored[-self.keep_best :])
+            keep.update(self.ranked(self._scores)[-self.keep_best :])
         for version in saved:
             if version not in keep and version != self.protected:
                 self._manager.delete(version)

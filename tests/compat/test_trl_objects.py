@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 
 import shoal
+from shoal.compat import rules
 from shoal.compat.front import add_typed_names
 from shoal.compat.trl_objects import notes_on_arguments, without_objects
 from shoal.config.commands import EvalConfig
@@ -335,6 +336,39 @@ def test_without_evaluations_all_rows_are_trained_on(tmp_path, typed, hold_out, 
     if not hold_out:
         [line] = [line for line in resolved.start_lines if "eval_s" in line]
         assert "became train.evaluate_every=-1, task.hold_out=false: there is no eval" in line
+
+
+@pytest.mark.parametrize("from_python", [False, True])
+def test_the_rows_are_read_once_for_all_flags_that_count_them(tmp_path, monkeypatch, from_python):
+    """A large file takes a while to read, and its prompts to measure."""
+    calls = []
+
+    def counting(function):
+        def call(*arguments):
+            calls.append(function.__name__)
+            return function(*arguments)
+
+        return call
+
+    for name in ("load_by_name", "given_task", "_num_short_rows"):
+        monkeypatch.setattr(rules, name, counting(getattr(rules, name)))
+    asked = {"num_train_epochs": 1, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    asked |= {"max_prompt_length": None, "batch.prompts_per_step": 5}
+    for size in (50, 60):  # other rows of a later call are read
+        calls.clear()
+        rows = numbers(size)
+        if from_python:
+            values = shoal.train(train_dataset=rows, reward_funcs=ones, dry_run=True, **asked)
+            steps = values["steps"], values["train.evaluate_every"]
+        else:
+            path = tmp_path / "rows.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            words = ["task=custom", f"task.path={path}"]
+            words += [f"{name}={value}" for name, value in asked.items()]
+            config, _ = compose("train", words)
+            steps = config.steps, config.train.evaluate_every
+        assert steps == (size * 9 // 10 // 5, size * 9 // 10 // 5)
+        assert calls == ["given_task" if from_python else "load_by_name", "_num_short_rows"]
 
 
 def test_a_number_of_steps_alone_evaluates_nothing_where_trl_decides():

@@ -30,7 +30,16 @@ from shoal.compat.flags import (
     value_of_option,
 )
 from shoal.compat.verl_readers import NO_LIMIT_OF_ROUNDS
-from shoal.config.foreign import NOTHING, OFF, FlagTexts, GetValue, KeyValues, Rule, Sentence
+from shoal.config.foreign import (
+    NOTHING,
+    OFF,
+    FlagTexts,
+    GetValue,
+    KeyValues,
+    Rule,
+    Sentence,
+    read_once,
+)
 from shoal.config.keywords import ROWS
 from shoal.config.sections.model import ModelSection
 from shoal.config.sections.reward import RewardSection
@@ -607,7 +616,7 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     values: dict[str, str] = {}
     reasons = []
     given_strategies = [given.get(row[0], "").lower() for row in TRL_INTERVALS.values()]
-    training = _training_rows(get) if "epoch" in given_strategies else None
+    training = read_once(_training_rows, get) if "epoch" in given_strategies else None
     for key, (strategy_flag, steps_flag, none, meaning_of_none) in TRL_INTERVALS.items():
         if strategy_flag not in given and steps_flag not in given:
             continue
@@ -934,7 +943,7 @@ def _task_here(get: GetValue) -> tuple[Task | None, str]:
 def _training_rows(get: GetValue) -> _Rows | None:
     """Returns the training rows without those whose prompts will be dropped (`_task_here`). None if
     the data is not here. ShoalError if it cannot be used."""
-    task, place = _task_here(get)
+    task, place = read_once(_task_here, get)
     if task is None:
         return None
     number = len(task.train)
@@ -1037,7 +1046,7 @@ def trl_prompts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     _, text = last_of(given)
     if text.lower() not in NOTHING:
         return {"sampling.max_prompt_tokens": text}, ""
-    task, place = _task_here(get)
+    task, place = read_once(_task_here, get)
     if task is None and get("task.name") not in OWN_DATA:
         return {}, "a task of Shoal has its own limit"
     unknown = f"{ROOM_FOR_PROMPTS:,} tokens, as the longest prompt is not known before the run"
@@ -1080,7 +1089,7 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     each = get("batch.prompts_per_device")  # 0: not set
     prompts = _prompts_of_step(get)  # None: open
     rounds_up = get("algorithm.name") == "sft"
-    training = _training_rows(get)
+    training = read_once(_training_rows, get)
     if training is None:
         a_step = "prompts of a step" if each else str(prompts)
         steps_of_epoch = f"(rows / {a_step}, rounded up)" if rounds_up else f"rows // {a_step}"

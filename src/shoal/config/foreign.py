@@ -9,15 +9,19 @@ from __future__ import annotations
 import fnmatch
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shoal.config.commands import command_of
 from shoal.config.key import keys_of
 
 if TYPE_CHECKING:
     from shoal.config.arguments import Layer
+
+T = TypeVar("T")
 
 KeyValues = Mapping[str, Any]
 """Dotted key -> its value: a text, a list of texts, or one of these in a Yielding."""
@@ -175,6 +179,48 @@ class FrontEnd(Protocol):
         Does not raise for mistakes of the user: they are in `errors` of the result. The layers that
         were passed stay unchanged."""
         ...
+
+
+_READ: ContextVar[list[tuple[Callable[[GetValue], Any], Mapping[str, Any], Any]] | None] = (
+    ContextVar("read", default=None)
+)
+"""Inside of `data_read_once`: what was read, each as (function, the values of the keys that it
+asked for, its result)."""
+
+
+@contextmanager
+def data_read_once() -> Iterator[None]:
+    """Context manager, also a decorator, for one command, in which `read_once` reads the same data
+    once: a command merges its settings several times, and several flags need the rows. It has no
+    effect inside of another one."""
+    if _READ.get() is not None:
+        yield
+        return
+    token = _READ.set([])
+    try:
+        yield
+    finally:
+        _READ.reset(token)
+
+
+def read_once(read: Callable[[GetValue], T], get: GetValue) -> T:
+    """Returns `read(get)`; inside of `data_read_once` what the function returned before, if all
+    keys that it asked for have the same values now."""
+    known = _READ.get()
+    if known is None:
+        return read(get)
+    for function, values, result in known:
+        if function is read and all(get(key) == value for key, value in values.items()):
+            return result
+    values_asked: dict[str, Any] = {}
+
+    def noting_get(key: str) -> Any:
+        values_asked[key] = get(key)
+        return values_asked[key]
+
+    result = read(noting_get)
+    known.append((read, values_asked, result))
+    return result
 
 
 _registered: list[str] = []

@@ -33,7 +33,7 @@ from shoal.config.arguments import (
     read_arguments,
 )
 from shoal.config.commands import command_of, dataclass_of
-from shoal.config.foreign import Translation, front_end
+from shoal.config.foreign import Translation, data_read_once, front_end
 from shoal.config.key import (
     build,
     convert_value,
@@ -628,6 +628,7 @@ def from_overrides(
     return config, resolved, functions
 
 
+@data_read_once()
 def load(
     config_type: type,
     arguments: Arguments,

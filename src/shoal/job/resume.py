@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.buckets import RUNS, address
 from shoal.checks.settings import check_model, check_task
 from shoal.config.arguments import COMMAND_LINE, PYTHON, Arguments, Setting, read_arguments
+from shoal.config.foreign import data_read_once
 from shoal.config.key import keys_of, open_keys, shown, values_of
 from shoal.config.keywords import ROWS, python_leaves
 from shoal.config.merge import Resolved, from_overrides, given_values, load
@@ -51,6 +52,7 @@ class ResumePlan:
 # ---- configuration
 
 
+@data_read_once()
 def config_for_resume(config_type: type, argv: Sequence[str]) -> tuple[Any, Resolved]:
     """Returns the configuration that a command's arguments give, and where each value comes from.
     Keys that the arguments leave out have the values that were requested for the run which `resume`
@@ -92,6 +94,7 @@ def overrides_for_resume(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], 
     return overrides, run
 
 
+@data_read_once()
 def from_overrides_on_run(
     overrides: Mapping[str, Any],
 ) -> tuple[Config, Resolved, tuple[Callable[..., Any], ...]]:

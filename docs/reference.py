@@ -635,7 +635,7 @@ result["stopped_by"], result["steps_made"]    # "the callback StopAtReward", 37
   `epoch`, `log_history` and `best_metric` are as in transformers. `run_folder` is the run's folder.
 * **`logs`** and **`metrics`**: the figures of [Metrics](metrics.md) under TRL's names and their
   own. Those of an evaluation begin with `eval_`: `eval_reward`, `eval_accuracy`; of further data
-  sets with `eval_NAME_`.
+  sets, and of each one that `eval_dataset={NAME: rows}` names, with `eval_NAME_`.
 * **`args`**: the GRPOConfig that was given. Without one it has `output_dir`, `max_steps`,
   `learning_rate`, `eval_steps` and some more, and your keyword arguments.
 * **`model`**, **`optimizer`**: cannot be read; the error says what there is instead.

@@ -116,12 +116,13 @@ def train(
 
     `task`: a name, settings as a dict, or your own data: dicts with `prompt` (text or messages),
     whose other columns are passed to the reward; columns; a table of pandas, polars, arrow or
-    datasets; a `shoal.Task`. `held_out`: rows to evaluate on, which are not trained on, or "train"
-    to evaluate on the training rows; by default the last rows of the data are held out.
-    `train_dataset` and `eval_dataset`, TRL's names, mean the same. Of TRL's other objects
-    `peft_config` and `args` are read, a LoraConfig and a GRPOConfig (docs/flags-trl.md); with a
-    GRPOConfig all else has TRL's defaults, unless `recipe` is given (None: Shoal's). `callbacks`:
-    objects or classes of the form of transformers' TrainerCallback (docs/migrating.md).
+    datasets; a `shoal.Task`. `held_out`: rows to evaluate on, which are not trained on; a dict of
+    several such data sets by name; or "train" to evaluate on the training rows; by default the last
+    rows of the data are held out. `train_dataset` and `eval_dataset`, TRL's names, mean the same.
+    Of TRL's other objects `peft_config` and `args` are read, a LoraConfig and a GRPOConfig
+    (docs/flags-trl.md); with a GRPOConfig all else has TRL's defaults, unless `recipe` is given
+    (None: Shoal's). `callbacks`: objects or classes of the form of transformers' TrainerCallback
+    (docs/migrating.md).
     `correct(text, example)`: whether a completion solves its example; without it there is no
     accuracy, only the mean reward. `reward`: a function or several, `f(prompts, completions,
     completion_ids, **columns) -> list of numbers`. `tools`, `environment`, `rollout`: functions
@@ -146,14 +147,14 @@ def train(
     notes = notes_on_arguments(overrides)
     overrides, callbacks = take_callbacks(overrides)
     overrides = without_objects(overrides)
-    empty = _names_of_none(task=task, train_dataset=train_dataset)
+    none_given = _names_of_none(task=task, train_dataset=train_dataset)
     task = _by_either_name("task", task, "train_dataset", train_dataset)
     held_out = _by_either_name("held_out", held_out, "eval_dataset", eval_dataset)
     named = _named(task, held_out, correct, overrides)
     task, held_out = listed(task, held_out)
     with given_data(task, held_out):  # num_train_epochs counts its rows
         config, resolved, functions = from_overrides_on_run(named)
-    _check_data_is_named(empty, resolved)
+    _check_data_is_named(none_given, resolved)
     config, resolved = with_last_runs(config, resolved)
     resolved = replace(resolved, notes=(*notes, *resolved.notes))
     config = _with_functions_named(config, functions)
@@ -198,39 +199,38 @@ def evaluate(
     from shoal.job.cache import cache_by_configuration
     from shoal.job.own_task import config_for_eval_of_run
     from shoal.runs.layout import with_last_runs
-    from shoal.tasks.custom import is_data
+    from shoal.tasks.custom import is_data, is_sets
     from shoal.tasks.splits import evaluating
 
     overrides = without_objects(overrides, EvalConfig)
-    empty = _names_of_none(task=task, train_dataset=train_dataset)
+    none_given = _names_of_none(task=task, train_dataset=train_dataset)
     task = _by_either_name("task", task, "train_dataset", train_dataset)
     held_out = _by_either_name("held_out", held_out, "eval_dataset", eval_dataset)
-    if task is None and is_data(held_out):
+    if task is None and is_sets(held_out):
+        task = next(iter(held_out.values()))  # of which no row is left, as all are held out
+    elif task is None and is_data(held_out):
         task, held_out = held_out, None
     config, resolved, functions = from_overrides(
         EvalConfig, **_named(task, held_out, correct, overrides)
     )
     config, resolved = with_last_runs(config, resolved)
     config, resolved = config_for_eval_of_run(config, resolved, bool(functions), is_data(task))
-    _check_data_is_named(empty, resolved)
+    _check_data_is_named(none_given, resolved)
+    config_of_data = config
     if config.responses:
-        from shoal.commands.responses import score_responses
-
         # 0: all rows, because the responses may belong to any of them
-        everything = replace(config, task=replace(config.task, num_eval_questions=0))
-        with _typed_names_in_errors(resolved):
-            with evaluating():
-                data = _task_of_data(task, held_out, correct, everything, functions)
-            if dry_run:
-                return _dry_run(config, resolved, functions, data)
-            return score_responses(config, functions, _console(resolved), data)
-    from shoal.commands.evaluate import evaluate as run
-
+        config_of_data = replace(config, task=replace(config.task, num_eval_questions=0))
     with _typed_names_in_errors(resolved):
         with evaluating():
-            data = _task_of_data(task, held_out, correct, config, functions)
+            data = _task_of_data(task, held_out, correct, config_of_data, functions)
         if dry_run:
             return _dry_run(config, resolved, functions, data)
+        if config.responses:
+            from shoal.commands.responses import score_responses
+
+            return score_responses(config, functions, _console(resolved), data)
+        from shoal.commands.evaluate import evaluate as run  # imports JAX
+
         cache_by_configuration()
         return run(config, functions, _console(resolved), data)
 
@@ -258,14 +258,14 @@ def _names_of_none(**arguments: Any) -> list[str]:
     return [name for name, value in arguments.items() if value is None]
 
 
-def _check_data_is_named(empty: Sequence[str], resolved: Resolved) -> None:
+def _check_data_is_named(none_given: Sequence[str], resolved: Resolved) -> None:
     """Raises ShoalError if an argument for data is None and nothing names the data: the packaged
-    task, which is the default, is not what the caller means. `empty`: the names of such arguments;
-    `resolved`: the Resolved of all arguments."""
-    if empty and not {"task.name", "task.path"} & resolved.origins.keys():
+    task, which is the default, is not what the caller means. `none_given`: the names of such
+    arguments; `resolved`: the Resolved of all arguments."""
+    if none_given and not {"task.name", "task.path"} & resolved.origins.keys():
         raise ShoalError(
-            f"{empty[0]} is None: expected rows, a list of dicts or a table; leave it out for the "
-            "packaged arithmetic questions"
+            f"{none_given[0]} is None: expected rows, a list of dicts or a table; leave it out for "
+            "the packaged arithmetic questions"
         )
 
 
@@ -273,19 +273,19 @@ def _by_either_name(name: str, given: Any, trl_name: str, rows: Any) -> Any:
     """Returns what was given as the argument `name`, or, by TRL's name for it, as rows. None if
     both are NOT_GIVEN or None. Raises ShoalError if both were given, or if TRL's name has no rows
     but a text."""
-    from shoal.tasks.custom import is_data
+    from shoal.tasks.custom import is_data, is_sets
 
     given = None if given is NOT_GIVEN else given
     if rows is None or rows is NOT_GIVEN:
         return given
     if given is not None:
         raise ShoalError(f"{trl_name} and {name} are two names of one thing: give one of them")
-    if isinstance(rows, Mapping) and "prompt" not in rows and "messages" not in rows:
+    is_empty = isinstance(rows, Mapping) and not rows
+    if is_empty or (trl_name == "train_dataset" and is_sets(rows)):
         raise ShoalError(
             f"{trl_name} is a dict of {', '.join(map(str, rows)) or 'nothing'}: expected one data "
-            "set, or columns with `prompt` or `messages` among them. Of several data sets give one "
-            "here; shoal.evaluate(model=RUN, eval_dataset=..., reward=f) evaluates the run on "
-            "another"
+            "set, or columns with `prompt` or `messages` among them; eval_dataset may be a dict of "
+            "data sets, {NAME: rows}"
         )
     if not is_data(rows):
         raise ShoalError(

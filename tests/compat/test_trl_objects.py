@@ -18,6 +18,7 @@ from shoal.compat import rules
 from shoal.compat.front import add_typed_names
 from shoal.compat.trl_objects import notes_on_arguments, without_objects
 from shoal.config.commands import EvalConfig
+from shoal.config.keywords import HELD_OUT_ROWS
 from shoal.config.merge import compose
 from shoal.job.resume import from_overrides_on_run
 
@@ -754,12 +755,46 @@ def test_a_rollout_function_and_environments_have_trls_names():
         resolved_of(rollout_func=play, tools=[ones])
 
 
-@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
-def test_a_dict_of_data_sets_is_refused(name):
+def test_a_dict_of_data_sets_to_train_on_and_an_empty_one_are_refused():
     keywords = {"train_dataset": PROMPTS, "reward_funcs": [ones]}
-    for given in ({"a": PROMPTS, "b": PROMPTS}, {}):
+    sets = {"a": PROMPTS, "b": PROMPTS}
+    for name, given in (("train_dataset", sets), ("train_dataset", {}), ("eval_dataset", {})):
         with pytest.raises(shoal.ShoalError, match=f"{name} is a dict of .*expected one data set"):
             shoal.train(**{**keywords, name: given})
+
+
+def test_each_data_set_of_a_dict_is_evaluated_under_its_name(monkeypatch):
+    made = []
+
+    def train(config, functions, console, task, recipe, callbacks):
+        made.append((config, task))
+        raise shoal.ShoalError("enough")
+
+    def evaluate(config, functions, console, task):
+        made.append((config, task))
+        return {}
+
+    monkeypatch.setattr("shoal.commands.train.train", train)
+    monkeypatch.setattr("shoal.commands.evaluate.evaluate", evaluate)
+    columns = {"prompt": ["x", "y"]}  # a data set in its other form
+    sets = {"a": PROMPTS[:3], "b": columns}
+    with pytest.raises(shoal.ShoalError, match="enough"):
+        shoal.train(train_dataset=PROMPTS, eval_dataset=sets, reward_funcs=ones)
+    shoal.evaluate(eval_dataset=sets, reward_funcs=ones)
+    for _, task in made:
+        prompts = {
+            name: [example.prompt for example in examples]
+            for name, examples in task.evaluations.items()
+        }
+        assert prompts == {"a": [row["prompt"] for row in PROMPTS[:3]], "b": ["x", "y"]}
+        numbers_of_rows = [row.row for rows in task.evaluations.values() for row in rows]
+        assert numbers_of_rows == [0, 1, 2, 3, 4]  # no two questions share their noise
+    (config, of_training), _ = made
+    assert config.task.eval_split == HELD_OUT_ROWS
+    assert len(of_training.train) == len(PROMPTS) - 3  # without those of a
+    missing = {"a": [{"prompt": "x", "answer": "1"}], "b": [{"prompt": "y"}]}
+    with pytest.raises(shoal.ShoalError, match="held_out b row 0 has no column 'answer', held_out"):
+        shoal.train(train_dataset=PROMPTS, eval_dataset=missing, reward_funcs=ones)
 
 
 def test_resume_off_says_that_a_run_name_goes_on():

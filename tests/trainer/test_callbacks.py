@@ -387,6 +387,12 @@ def test_an_evaluation_has_the_names_of_trl():
     }
 
 
+def test_an_evaluation_of_a_dict_of_data_sets_has_the_names_of_trl():
+    logs = evaluation_logs({"a": {"mean_reward": 0.5}, "b": {"mean_reward": 0.25}})
+    assert (logs["eval_a_reward"], logs["eval_b_reward"]) == (0.5, 0.25)
+    assert logs["eval_reward"] == 0.5  # of the main set, the first
+
+
 def best_of(rewards: list[float], **args: Any) -> TrainingState:
     state = TrainingState()
     callbacks = Callbacks(GivenCallbacks((Failing(),)), KnownArguments(**args), state)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from itertools import islice
+from typing import Any, TypeGuard
 
 from shoal.config.keywords import ROWS
 from shoal.config.sections.reward import RewardSection
@@ -152,6 +153,12 @@ def is_data(task: Any) -> bool:
     return False
 
 
+def is_sets(data: Any) -> TypeGuard[Mapping[Any, Any]]:
+    """True if data from Python is a dict of data sets (name -> rows), as TRL takes for
+    `eval_dataset`, and not a dict of columns, of which one is `prompt` or `messages`."""
+    return isinstance(data, Mapping) and bool(data) and not {"prompt", "messages"} & data.keys()
+
+
 _GIVEN_DATA: ContextVar[tuple[Any, Any] | None] = ContextVar("given_data", default=None)
 
 
@@ -195,7 +202,9 @@ def listed(task: Any, held_out: Any) -> tuple[Any, Any]:
     ShoalError if there are no rows."""
     if not is_data(task) or isinstance(task, Task):
         return task, held_out
-    if held_out is not None and not isinstance(held_out, str):
+    if is_sets(held_out):
+        held_out = {name: _rows(rows, f"held_out {name}") for name, rows in held_out.items()}
+    elif held_out is not None and not isinstance(held_out, str):
         held_out = _rows(held_out, "held_out")
     return _rows(task, "task"), held_out
 
@@ -210,13 +219,13 @@ def rows_task(
     """Returns the task of rows given from Python. Each row has `prompt` (text or messages) or
     `messages`; all other columns are passed to the reward functions.
 
-    `data` and `held_out` are lists of dicts, dicts of columns, or tables. Without `held_out` the
+    `data` and `held_out` are lists of dicts, dicts of columns, or tables; `held_out` may also be a
+    dict of several (`is_sets`), which are evaluated each under its name. Without `held_out` the
     last tenth of `data` is held out, at most `num_questions` rows (0: no limit), and none if
     `hold_out` is False; inside `evaluating()` all of it. `held_out="train"` evaluates on the
-    training rows. `correct` decides
-    whether a completion's text is right; without it there is no accuracy. `correct` is not called
-    here. Training rows whose prompt is also held out are dropped. ShoalError for rows that cannot
-    be used.
+    training rows. `correct` decides whether a completion's text is right; without it there is no
+    accuracy. `correct` is not called here. Training rows whose prompt is also held out are dropped.
+    ShoalError for rows that cannot be used.
     """
     if correct is not None and not callable(correct):
         raise ShoalError(
@@ -226,15 +235,28 @@ def rows_task(
     train = _examples(maker, data, "task")
     splits = Splits(ROWS, train, [], on_purpose="held_out='train'", keeps_row_numbers=True)
     splits.data.train_files[_GIVEN] = len(splits.train)
+    sizes: dict[str, int] = {}  # name of an evaluation set -> number of its rows
     if isinstance(held_out, str) and held_out == SAME:
         splits.share(splits.on_purpose, num_questions)
+    elif is_sets(held_out):
+        for name, rows in held_out.items():
+            # Numbered through all sets: no two questions of a task have the same number.
+            first = len(splits.held_out)
+            splits.held_out += _examples(maker, rows, f"held_out {name}", first)
+            sizes[str(name)] = len(splits.held_out) - first
+        splits.data.held_out_files[_GIVEN] = len(splits.held_out)
     elif held_out is not None:
         splits.held_out = _examples(maker, held_out, "held_out")
         splits.data.held_out_files[_GIVEN] = len(splits.held_out)
     else:
         splits.divide("task", num_questions, hold_out=hold_out)
     checked = functools.partial(_call_correct, correct) if correct else None
-    return task_of_examples(splits, maker, checked)
+    task = task_of_examples(splits, maker, checked)
+    if not sizes:
+        return task
+    questions = iter(splits.held_out)
+    evaluations = {name: list(islice(questions, size)) for name, size in sizes.items()}
+    return replace(task, evaluations=evaluations)
 
 
 def _call_correct(correct: Correct, text: str, example: Example) -> bool:
@@ -249,12 +271,12 @@ def _call_correct(correct: Correct, text: str, example: Example) -> bool:
         ) from error
 
 
-def _examples(maker: ExampleMaker, data: Any, name: str) -> list[Example]:
+def _examples(maker: ExampleMaker, data: Any, name: str, first: int = 0) -> list[Example]:
     """Returns an example for each row of `data`, which was given from Python as the argument
-    `name`. The rows are numbered from 0."""
+    `name`. The examples are numbered from `first`."""
     examples = []
     for number, row in enumerate(_rows(data, name)):
-        examples.append(maker(number, f"{name} row {number}", row))
+        examples.append(maker(first + number, f"{name} row {number}", row))
     return examples
 
 

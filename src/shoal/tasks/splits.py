@@ -22,7 +22,7 @@ from shoal.files import find_input, within
 from shoal.records import Example, ShoalError
 from shoal.tasks.data_files import read_file
 from shoal.tasks.data_folder import Published, fetch_folder, named_files, open_folder
-from shoal.tasks.task import HELD_OUT_TOO, DataReport, Task
+from shoal.tasks.task import HELD_OUT, HELD_OUT_TOO, DataReport, Task
 from shoal.text import did_you_mean
 
 ASSETS = Path(__file__).parents[1] / "assets" / "data"
@@ -243,7 +243,7 @@ def with_rows(task: Task, splits: Splits) -> Task:
     return replace(
         task,
         train=_numbered(splits.train),
-        evaluations={"held_out": held_out} if held_out else {},
+        evaluations={HELD_OUT: held_out} if held_out else {},
         notes=tuple(splits.notes),
         data=splits.data,
     )

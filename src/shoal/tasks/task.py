@@ -41,6 +41,9 @@ TASKS = {
 RewardSection)`."""
 
 
+HELD_OUT = "held_out"
+"""The name of the main evaluation set of a task that gives it none of its own."""
+
 HELD_OUT_TOO = "held out too"
 """Ends the reason in `DataReport.dropped` for training rows that are evaluated on."""
 

@@ -15,6 +15,7 @@ from shoal.records import Group, ShoalError
 from shoal.rewards.reward_call import line_of_function
 from shoal.runs.lines import scalars
 from shoal.runs.metrics import RESERVED_FUNCTIONS
+from shoal.tasks.task import HELD_OUT
 from shoal.text import describe_error, shorten
 
 CALLED = (
@@ -105,14 +106,21 @@ def _trl_name(name: str) -> str:
 
 
 def evaluation_logs(figures: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the numbers of an evaluation (data set -> figure -> value) with `eval_` before their
-    own names and before TRL's, those of all data sets but the first as `eval_<data set>_`."""
+    """Returns the numbers of an evaluation (data set -> figure -> value) under their own names and
+    TRL's: those of the first data set after `eval_`, and those of each data set with a name of its
+    own, as of a dict of data sets, after `eval_<data set>_`."""
     logs = {}
     for number, (data_set, values) in enumerate(figures.items()):
-        prefix = f"eval_{data_set}_" if number else "eval_"
+        prefixes = []
+        if number == 0:
+            prefixes.append("eval_")
+        if data_set != HELD_OUT:
+            prefixes.append(f"eval_{data_set}_")
         for name, value in scalars(values).items():
-            logs[prefix + name] = value
-            logs[prefix + TRL_EVALUATION_NAMES.get(name, _trl_name(name))] = value
+            trl_name = TRL_EVALUATION_NAMES.get(name, _trl_name(name))
+            for prefix in prefixes:
+                logs[prefix + name] = value
+                logs[prefix + trl_name] = value
     return logs
 
 

@@ -167,7 +167,7 @@ def compat(config: CompatConfig, console: Console | None = None) -> dict[str, An
                 path.chmod(0o755)
         console.note(
             f"wrote {count(len(scripts), 'script')} to {config.to}: type your command lines there, "
-            "or the scripts' paths elsewhere; bin/trl stands for `trl`"
+            f"or the scripts' paths elsewhere; {Path(config.to) / 'bin' / 'trl'} stands for `trl`"
         )
     return {"to": config.to, "scripts": len(scripts)}
 

@@ -112,8 +112,13 @@ def play(*objects: Any, lag: int = 0, every: int = 1, steps: int = 4, **changes:
         config, ("weights", 0), diary, diary, prompts, diary, diary, diary, Schedule(lag, every)
     )  # type: ignore[arg-type]
     run.resume_command = "shoal train resume=run"
-    warn = changes.get("warn", lambda text: None)
-    run.callbacks = Callbacks(GivenCallbacks(objects), KnownArguments(), TrainingState(steps), warn)
+    run.callbacks = Callbacks(
+        GivenCallbacks(objects),
+        KnownArguments(),
+        TrainingState(steps),
+        warn=changes.get("warn", lambda text: None),
+        has_questions=bool(diary.sets),
+    )
     run.train()
     return diary
 

@@ -431,6 +431,7 @@ def open_callbacks(job: Job, folder: RunWriter) -> Callbacks:
         warn=job.console.warning,
         is_main=job.world.is_main,
         exchange=job.world.exchange_json,
+        has_questions=bool(job.evaluation_sets),
     )
 
 

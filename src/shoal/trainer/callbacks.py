@@ -245,9 +245,11 @@ class Callbacks:
         warn: Callable[[str], None] = lambda text: None,
         is_main: bool = True,
         exchange: Callable[[str, Any], list[Any]] = _only_mine,
+        has_questions: bool = True,
     ) -> None:
         """`args`, `state`: those of the calls. `warn` prints a warning. `exchange(what, value)`
-        returns the values of all processes (`World.exchange_json`)."""
+        returns the values of all processes (`World.exchange_json`). `has_questions`: True if the
+        run has questions to evaluate on."""
         given = given or GivenCallbacks()
         self.objects = given.objects
         self.args = args
@@ -258,11 +260,12 @@ class Callbacks:
         self._warn = warn
         self._is_main = is_main
         self._exchange = exchange
+        self._has_questions = has_questions
         self._keywords = dict(ABSENT)
         if given.processing_class is not None:
             self._keywords["processing_class"] = given.processing_class
         self._error: tuple[str, Exception | None] = ("", None)  # text and cause
-        self._best_is_unknown = False  # True once that was warned of
+        self._warned_of_no_best = False
         self._warned_of_no_questions = False
 
     @property
@@ -272,7 +275,7 @@ class Callbacks:
 
     @property
     def asks_evaluation(self) -> bool:
-        """True if a callback asks for an evaluation of this step."""
+        """True if a callback asks for an evaluation of this step, and there are questions."""
         return bool(self.control.should_evaluate)
 
     def wants(self, event: str) -> bool:
@@ -321,6 +324,8 @@ class Callbacks:
         logs = self._log(version, step_logs(metrics, groups))
         self._call("on_log", logs=logs)
         self._settle()
+        if self.asks_evaluation and not self._has_questions:
+            self._refuse_evaluation()
 
     def evaluated(
         self, version: int, of_version: int, figures: Mapping[str, Mapping[str, Any]]
@@ -335,16 +340,6 @@ class Callbacks:
         # After the calls, as in transformers: EarlyStoppingCallback compares with the best before.
         self._note_best(of_version, logs)
         self._settle()
-
-    def warn_of_no_questions(self) -> None:
-        """Warns once that a callback asks for an evaluation in a run that has none."""
-        self.control.should_evaluate = False
-        if not self._warned_of_no_questions:
-            self._warn(
-                "a callback set control.should_evaluate, but the run has no questions to evaluate "
-                "on: give it some, and eval_strategy=steps (train.evaluate_every above 0)"
-            )
-        self._warned_of_no_questions = True
 
     def saved(self, version: int) -> None:
         """Says that the checkpoint of `version` was saved."""
@@ -379,12 +374,12 @@ class Callbacks:
         figure = name if name.startswith("eval_") else f"eval_{name}"
         value = logs.get(figure)
         if value is None:
-            if not self._best_is_unknown:
+            if not self._warned_of_no_best:
                 self._warn(
                     f"metric_for_best_model={name}: an evaluation has no {figure}, so callbacks "
                     f"find no best one; it has {', '.join(sorted(logs))}"
                 )
-            self._best_is_unknown = True
+            self._warned_of_no_best = True
             return
         greater_is_better = getattr(self.args, "greater_is_better", None)
         if greater_is_better is None:
@@ -404,8 +399,8 @@ class Callbacks:
         """Calls one method of all callbacks, in process 0. Calls none after one that has failed;
         `_settle` raises that error."""
         for callback in self.objects:
-            text, _ = self._error
-            if text or not self._is_main:
+            error_text, _ = self._error
+            if error_text or not self._is_main:
                 return
             method = getattr(callback, event, None)
             if method is None:
@@ -446,6 +441,16 @@ class Callbacks:
         )
         if text:
             raise ShoalError(text) from cause
+
+    def _refuse_evaluation(self) -> None:
+        """Makes no evaluation that a callback asks for, in a run without questions; warns once."""
+        self.control.should_evaluate = False
+        if not self._warned_of_no_questions:
+            self._warn(
+                "a callback set control.should_evaluate, but the run has no questions to evaluate "
+                "on: give it some, and eval_strategy=steps (train.evaluate_every above 0)"
+            )
+        self._warned_of_no_questions = True
 
     def _warn_of_never_called(self, callback: Any) -> None:
         """Warns of the methods of a callback that no run calls, but for those of classes of

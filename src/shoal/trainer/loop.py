@@ -189,9 +189,6 @@ class Run:
             self.store_resume_settings()
             self.call_back(version, state, self.callbacks.end_step, metrics, groups)
             is_evaluated = self.evaluation_due(version) or self.callbacks.asks_evaluation
-            if not self.evaluator.sets and self.callbacks.asks_evaluation:
-                self.callbacks.warn_of_no_questions()
-                is_evaluated = False
             if is_evaluated and not self.ends_at(version):
                 if not self.publication_due(version):  # it was not known that it is evaluated
                     self.publish(version, state.trainable)

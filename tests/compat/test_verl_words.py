@@ -108,11 +108,19 @@ def test_the_evaluation_before_the_first_step_can_be_left_out(words, is_first):
     assert compose("train", words)[0].train.evaluate_first == is_first
 
 
-def test_an_evaluation_alone_is_another_command():
-    with pytest.raises(
-        ShoalError, match=r"trainer.val_only=True .* to evaluate only, use `shoal eval`"
-    ):
-        compose("train", ["trainer.val_only=True"])
+def test_an_evaluation_alone_is_a_run_of_no_steps(tmp_path):
+    only, steps = "trainer.val_only=True", "trainer.total_training_steps=3"
+    for words in ([only], [only, steps], [steps, only], [only, "trainer.total_epochs=2"]):
+        config, resolved = compose("train", ["recipe=verl", *words])
+        assert config.steps == 0 and config.train.evaluate_first
+        assert any("an evaluation is all that the run does" in line for line in resolved.notes)
+    assert compose("train", [steps, "trainer.val_only=False"])[0].steps == 3
+    file = tmp_path / "mine.yml"
+    file.write_text("trainer: {val_only: false, total_training_steps: 3}\n")
+    assert compose("train", [str(file)])[0].steps == 3
+    assert compose("train", [str(file), only])[0].steps == 0
+    with pytest.raises(ShoalError, match=r"val_only=True is for the evaluation that trainer"):
+        compose("train", [only, "trainer.val_before_train=False"])
 
 
 @pytest.mark.parametrize(
@@ -762,15 +770,19 @@ def test_verls_one_completion_of_a_prompt_is_said_where_nobody_says_how_many():
 
 
 def test_epochs_beside_steps_are_said_to_count_nothing(tmp_path):
-    said = "trainer.total_epochs=2 changes nothing here: {} counts"
-    for other in ("trainer.total_training_steps=3", "steps=3"):
+    said = "trainer.total_epochs=2 changes nothing here: steps=3{} counts"
+    by_verls_name = said.format(", from trainer.total_training_steps,")
+    for other, line in (
+        ("trainer.total_training_steps=3", by_verls_name),
+        ("steps=3", said.format("")),
+    ):
         for words in (["trainer.total_epochs=2", other], [other, "trainer.total_epochs=2"]):
             config, resolved = compose("train", words)
-            assert config.steps == 3 and said.format(other) in resolved.notes
+            assert config.steps == 3 and line in resolved.notes
     file = tmp_path / "mine.yml"
     file.write_text("trainer: {total_epochs: 2, total_training_steps: 3}\n")
     _, resolved = compose("train", [str(file)])
-    assert said.format("trainer.total_training_steps=3") in resolved.notes
+    assert by_verls_name in resolved.notes
     # over a file of epochs a number of steps on the command line is meant as it stands
     file.write_text("trainer: {total_epochs: 2}\n")
     _, resolved = compose("train", [str(file), "trainer.total_training_steps=3"])

@@ -543,6 +543,9 @@ def test_sampled_answers_take_the_place_of_samples_for_pass_k():
     sets = {"held_out": 500, "other": 100}
     assert evaluation_completions(greedy, sets) == 2 * (600 + 8 * 100) + 200
     assert evaluation_completions(sampled, sets) == 4 * (2 * 600 + 200)
+    assert (
+        evaluation_completions(dataclasses.replace(greedy, steps=0), sets) == 600 + 8 * 100
+    )  # one alone
     assert evaluates_as_in_training(sampled)
     cut = compose("train", [*words, "evaluation.top_p=0.9"])[0]
     assert not evaluates_as_in_training(cut)

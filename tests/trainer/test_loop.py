@@ -270,6 +270,12 @@ def test_the_first_evaluation_can_be_left_out():
     assert summary["evaluated"] == {1: 0.1, 2: 0.2}
 
 
+def test_a_run_without_steps_evaluates_once():
+    diary, summary = play(Schedule(), 0)
+    assert diary.events == [("publish", 0), ("evaluate", 0, True)]
+    assert summary["evaluated"] == {0: 0}
+
+
 def test_a_lag_asks_ahead():
     diary, _ = play(Schedule(lag=1), 3, period=1)
     assert diary.events == [
@@ -332,8 +338,9 @@ def test_every_step_is_asked_for_once_at_its_version(lag, every, steps):
             rows.append(request.example.row)
     assert len(set(rows)) == 2 * steps  # in the first epoch no prompt twice
     evaluated = [event[1:] for event in diary.events if event[0] == "evaluate"]
-    ends = [(0, True)], [(steps, True)]
-    assert evaluated == [*ends[0], *((v, False) for v in range(2, steps, 2)), *ends[1]]
+    between = [(version, False) for version in range(2, steps, 2)]
+    first = [(0, True)] if steps else []
+    assert evaluated == [*first, *between, (steps, True)]
     assert diary.available == sorted(set(diary.available))
     assert set(range(0, steps + 1, every)) <= set(diary.available)
 

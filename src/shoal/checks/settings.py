@@ -491,7 +491,7 @@ def check_settings(config: Config, findings: Findings) -> None:
             check.warning,
             config.steps == 0,
             "steps",
-            "steps=0: the run would only evaluate; set it to 1 or more",
+            "steps=0: the run only evaluates; `shoal eval` does so without a trainer's memory",
         ),
         (
             check.warning,

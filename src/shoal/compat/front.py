@@ -725,7 +725,8 @@ def _overruled_lines(
     if not (setting.yields and is_beside):
         return []
     flags = ", ".join(f"{name}={text}" for name, text in effect.flags.items())
-    reason = f"{other.name}={text_of(other.value)} counts"
+    source = "" if other.name == setting.key else f", from {other.name},"
+    reason = f"{setting.key}={text_of(other.value)}{source} counts"
     return [FlagLine(f"{flags} changes nothing here: {reason}", is_note=True)]
 
 

@@ -450,6 +450,24 @@ def verl_evaluations(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Senten
     return values, "no evaluation, as there; trainer.test_freq=N evaluates after each N steps"
 
 
+def verl_steps(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Converts verl's total_training_steps to steps, which val_only makes 0: an evaluation is then
+    all that a run does. ShoalError with val_before_train=False, with which verl trains, whatever
+    val_only says."""
+    named = last_part(given)
+    name = "trainer.val_only"
+    if to_bool(name, named.get("val_only", "false")):
+        if not get("train.evaluate_first"):
+            raise ShoalError(
+                f"{name}={named['val_only']} is for the evaluation that "
+                "trainer.val_before_train=False leaves out: give one of them alone"
+            )
+        return {"steps": "0"}, "an evaluation is all that the run does"
+    if "total_training_steps" in named:
+        return {"steps": named["total_training_steps"]}, ""
+    return {}, ""
+
+
 def _steps_between(name: str, text: str, get: GetValue) -> int:
     """Returns an interval that verl counts in weight updates of the sampler, in steps; -1 is 0.
     `name`, `text`: the flag's."""
@@ -1582,6 +1600,7 @@ RULES: tuple[Rule, ...] = (
     verl_staleness,
     verl_counts,
     verl_evaluations,
+    verl_steps,
     verl_validation,
     trl_updates,
     trl_episodes,

@@ -82,7 +82,6 @@ FLAGS: list[Flag] = [
         actor_rollout_ref__model__custom_chat_template="model.template",
         algorithm__gdpo_reward_weights="reward.weights",
         algorithm__gamma="algorithm.discount",
-        trainer__total_training_steps="steps",
         data__seed="seed",
     ),
     *[
@@ -336,6 +335,15 @@ FLAGS: list[Flag] = [
         "completions at once on a device",
         _A + "ppo_micro_batch_size_per_gpu",
         _A + "ppo_micro_batch_size",
+    ),
+    *derived(rules.verl_steps, "steps", "with val_only 0", _T + "total_training_steps"),
+    *derived(
+        rules.verl_steps,
+        "steps",
+        "true: 0, an evaluation alone, whatever total_training_steps says",
+        _T + "val_only",
+        as_here="false",
+        is_switch=True,
     ),
     *derived(
         rules.epochs,
@@ -735,7 +743,6 @@ FLAGS: list[Flag] = [
         "reward_model.sandbox_fusion.url",
         "reward.sandbox_fusion.url",
     ),
-    *refused("a run's length is in steps; to evaluate only, use `shoal eval`", _T + "val_only"),
     *only("a divergence has a fixed weight", "fixed", names="algorithm.kl_ctrl.type"),
     *only("training samples, it is never greedy", "true", names=_R + "do_sample"),
     *refused("a completion ends where the model ends it", _R + "ignore_eos"),

@@ -352,8 +352,8 @@ def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
     first. Each question gets evaluation.samples answers. The whole ones also sample for
     pass@k, but only the quick questions of the main set. With
     train.evaluate_every of 0 or -1 there are no quick ones, but the whole ones are counted in any
-    case, without train.evaluate_first the last alone; without questions (`sets` is empty) the
-    result is 0."""
+    case, without train.evaluate_first or without steps the last alone; without questions (`sets` is
+    empty) the result is 0."""
     # The questions of each set in a quick evaluation; quick_questions=0 means all.
     quick = [min(size, config.quick_questions or size) for size in sets.values()]
     every = config.evaluate_every
@@ -362,7 +362,7 @@ def evaluation_completions(config: Config, sets: Mapping[str, int]) -> int:
         # After `every` steps, 2 * `every` and so on, without the one at the last step or behind it.
         between = max(0, -(-config.steps // every) - 1)
     for_pass_k = sum(quick[:1]) * config.pass_k  # of the main set alone
-    num_whole = 2 if config.train.evaluate_first else 1
+    num_whole = 2 if config.train.evaluate_first and config.steps else 1
     answers = config.evaluation.samples
     of_whole = answers * sum(sets.values()) + for_pass_k
     return num_whole * of_whole + between * answers * sum(quick)

@@ -222,11 +222,11 @@ class Run:
 
     def begin(self) -> tuple[TrainState, int]:
         """Returns the trainer's state and the first step to run: for a new run after evaluating
-        version 0, unless `train.evaluate_first` is False; for a resumed run as the checkpoint has
-        them. Also publishes the weights, and requests a resumed run's pending groups and
-        evaluations again. Afterwards `parameters` and `restored` are None, so that the run keeps no
-        other copy of the weights alive. Evaluates the resumed version if that is due and was not
-        done."""
+        version 0, unless `train.evaluate_first` is False or there is no step; for a resumed run as
+        the checkpoint has them. Also publishes the weights, and requests a resumed run's pending
+        groups and evaluations again. Afterwards `parameters` and `restored` are None, so that the
+        run keeps no other copy of the weights alive. Evaluates the resumed version if that is due
+        and was not done."""
         if self.restored is None:
             # Version 0 is evaluated before anything is requested: its figures are those that
             # training starts from.
@@ -237,7 +237,8 @@ class Run:
             self.publish_frozen(state)
             self.publish(0, state.trainable)
             self.begin_callbacks(0, state)
-            if self.config.train.evaluate_first:
+            # A run without steps has one evaluation, at its end.
+            if self.config.train.evaluate_first and self.config.steps:
                 self.evaluate(0, state, complete=True)
             return state, 0
         version = self.restored.version

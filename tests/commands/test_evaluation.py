@@ -851,6 +851,29 @@ def test_other_questions_are_answered_as_long_as_the_runs_own(tmp_path):
     )
 
 
+@pytest.mark.parametrize("questions", [[], ["task=custom", "task.path=two.jsonl"], ["task=words"]])
+def test_greedy_answers_of_a_run_that_took_several_are_one_a_question(tmp_path, questions):
+    own = ["task=custom", "task.path=one.jsonl", "reward=r.py:f"]
+    own += ["evaluation.samples=4", "evaluation.temperature=0.5"]
+    model = f"model={stored_run(tmp_path, own)}"
+    note = (
+        f"{tmp_path}: evaluation.temperature=0 takes one greedy answer a question; the run took "
+        "evaluation.samples=4"
+    )
+    for greedy in (
+        "evaluation.temperature=0",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=0",
+    ):
+        config, resolved = cli._compose("eval", [model, *questions, greedy])
+        assert (config.evaluation.samples, config.evaluation.is_greedy) == (1, True)
+        assert note in resolved.notes
+    config, resolved = cli._compose("eval", [model, *questions, "evaluation.temperature=1"])
+    assert config.evaluation.samples == 4 and note not in resolved.notes
+    with pytest.raises(shoal.ShoalError, match="samples=3: expected 1, or "):
+        words = [*questions, "evaluation.temperature=0", "evaluation.samples=3"]
+        cli._compose("eval", [model, *words])
+
+
 def test_only_tasks_with_right_answers_are_sampled_for_pass_k():
     config, _ = cli._compose("eval", ["task=words"])
     assert config.for_task(judges=True).pass_k == 8 == config.largest_group
@@ -942,6 +965,15 @@ def test_questions_that_the_run_was_trained_on_are_counted_and_warned_of(tmp_pat
     out = io.StringIO()
     assert shared_questions(model, task, Console(out)) == {}
     assert "was trained on the evaluated questions: " in " ".join(out.getvalue().split())
+    of_python = str(stored_run(tmp_path / "rows", ["task=rows", "reward=python:f"]))
+    out = io.StringIO()
+    assert shared_questions(of_python, task, Console(out)) == {}
+    printed = " ".join(out.getvalue().split())
+    assert (
+        "was trained on the evaluated questions: its rows came from Python, and a run does not "
+        "keep them" in printed
+    )
+    assert "resume" not in printed
     generated = str(stored_run(tmp_path / "words", ["task=words"]))
     assert shared_questions(generated, task, Console(out)) == {}
     assert shared_questions("tiny", task, Console(out)) == {}

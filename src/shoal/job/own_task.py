@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from shoal.config.arguments import Layer, Setting
+from shoal.config.arguments import Arguments, Layer, Setting
 from shoal.config.commands import EvalConfig
 from shoal.config.key import get_value, keys_of
 from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS, ROWS
@@ -89,6 +89,10 @@ def config_for_eval_of_run(
         if setting.name not in ("task", "task.name"):
             given.append(setting)
     arguments = replace(resolved.arguments, settings=tuple(given))
+    notes = []
+    if _asks_for_greedy(stored, arguments):
+        settings = [setting for setting in settings if setting.name != "evaluation.samples"]
+        notes.append(_one_greedy_answer(path, stored))
     beneath = Layer(settings, "run")
     config, resolved = with_last_runs(*load(EvalConfig, arguments, beneath=beneath))
     data = config.task.name
@@ -98,7 +102,25 @@ def config_for_eval_of_run(
     line = f"{path}: evaluates its own task ({data}), {parts} and lengths; task=NAME for another"
     if has_rows:
         line = f"{path}: evaluates the rows that are given, with the lengths of the run"
-    return config, replace(resolved, notes=(line, *resolved.notes))
+    return config, replace(resolved, notes=(line, *notes, *resolved.notes))
+
+
+def _asks_for_greedy(stored: Config, arguments: Arguments) -> bool:
+    """True if the user asks for greedy answers of a run whose evaluations take several samples of a
+    question, and says nothing of their number. `stored`: the run's configuration; `arguments`: the
+    user's."""
+    given = given_values(EvalConfig, arguments, "evaluation.samples", "evaluation.temperature")
+    is_greedy = given.get("evaluation.temperature") == 0
+    return is_greedy and stored.evaluation.samples > 1 and "evaluation.samples" not in given
+
+
+def _one_greedy_answer(path: str, stored: Config) -> str:
+    """Returns a line that says that each question gets one greedy answer, where the run in `path`
+    took several samples."""
+    return (
+        f"{path}: evaluation.temperature=0 takes one greedy answer a question; the run took "
+        f"evaluation.samples={stored.evaluation.samples}"
+    )
 
 
 def _with_answers_as(
@@ -115,20 +137,24 @@ def _with_answers_as(
             line += f", of the benchmark's own protocol; the run had {_length(stored)}"
         return config, replace(resolved, notes=(line, *resolved.notes))
     given = given_values(EvalConfig, resolved.arguments, *OF_ANSWERS)
+    taken = [name for name in OF_ANSWERS if name not in given]
+    notes = []
+    if _asks_for_greedy(stored, resolved.arguments):
+        taken.remove("evaluation.samples")
+        notes.append(_one_greedy_answer(path, stored))
     settings = []
-    for name in OF_ANSWERS:
+    for name in taken:
         value = get_value(stored, name)
         if name == "sampling.max_prompt_tokens":  # a limit for other prompts than the run's
             value = max(value, config.sampling.max_prompt_tokens)
-        if name not in given:
-            settings.append(Setting(name, list(value) if name == "sampling.stop" else value, path))
+        settings.append(Setting(name, list(value) if name == "sampling.stop" else value, path))
     # On the command line, because the preset of the task is directly beneath it.
     arguments = replace(resolved.arguments, settings=(*settings, *resolved.arguments.settings))
     config, resolved = with_last_runs(*load(EvalConfig, arguments))
     line = f"{path}: evaluates {task} with {_length(config)}"
     if _length(config) == _length(stored):
         line += ", as the run had"
-    return config, replace(resolved, notes=(line, *resolved.notes))
+    return config, replace(resolved, notes=(line, *notes, *resolved.notes))
 
 
 def _length(config: Config | EvalConfig) -> str:
@@ -148,7 +174,13 @@ def rows_trained_on(path: str, console: Console) -> list[Example] | None:
     while run is not None and run not in seen:
         seen.add(run)
         stored = read_requested(run)
-        if stored.task.name not in GENERATED_TASKS:
+        if stored.task.name == ROWS:
+            console.note(
+                f"it is not known whether {run} was trained on the evaluated questions: its rows "
+                "came from Python, and a run does not keep them; of a run on a file of rows "
+                "(task.path=FILE) they are compared"
+            )
+        elif stored.task.name not in GENERATED_TASKS:
             try:
                 rows.extend(load_questions(stored.task, stored.reward).train)
                 is_known = True

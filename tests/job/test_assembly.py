@@ -789,7 +789,7 @@ def test_pass_at_small_k_is_apart_from_the_greedy_answers(workshop, k):
             "text",
             (
                 "'text' tried on known answers returned 'good'",
-                "a finite number, one for each turn, or None",
+                ": expected a finite number, or None to abstain",
             ),
         ),
         ("number", ("'number' tried on known answers returned 1.0", "data row ", "30 were given")),

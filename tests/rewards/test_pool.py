@@ -644,6 +644,27 @@ def test_what_verls_functions_want_and_may_return(workers: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        ({"score": "1.0"}, "'1.0' as `score`"),
+        ({"score": math.nan}, "nan as `score`"),
+        ((1.0, "right"), "(1.0, 'right')"),
+        ("1.0", "'1.0'"),
+    ],
+)
+def test_a_score_of_verls_functions_that_is_no_number_is_shown(returned: Any, told: str) -> None:
+    def judge(solution_str: str, ground_truth: str) -> Any:
+        return returned
+
+    with pytest.raises(ShoalError) as raised:
+        scored(judge, examples=VERL, texts=[["5"]], ids=[[[1]]], workers=0, on_error="error")
+    message = str(raised.value)
+    assert f"reward function 'judge' after step 3 returned {told} for data row 2" in message
+    assert ": expected a finite number, a dict with one as `score`, or None to abstain. " in message
+    assert "turn" not in message.replace("returned", "")
+
+
+@pytest.mark.parametrize(
     "columns",
     [
         {"reward_model": {"ground_truth": "1"}, "ground_truth": "2", "answer": "3"},

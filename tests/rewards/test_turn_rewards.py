@@ -91,6 +91,15 @@ def test_without_turns_a_completion_is_one():
     assert lists(scored([[0.25], [0.5]], num_turns=())) == [[0.25], [0.5]]
 
 
+def test_an_error_speaks_of_turns_only_where_there_are_some():
+    message = "returned 1 reward for 2 turns .*: expected a finite number, one for each turn, or"
+    with pytest.raises(ShoalError, match=message):
+        scored([(1.0,), (0.5,)])
+    message = r"returned \(1\.0, 0\.5\) for .*: expected a finite number, or None to abstain"
+    with pytest.raises(ShoalError, match=message):
+        scored([(1.0, 0.5), (0.5,)], num_turns=())
+
+
 @pytest.mark.parametrize(("policy", "want"), [("zero", [0.0, 0.0]), ("skip", [math.nan] * 2)])
 def test_a_failed_environment_takes_the_rewards_of_all_turns(policy: Any, want: list):
     scores = scored([[0.25, 1.0], [0.5]])

@@ -223,6 +223,11 @@ class Batch:
     def __len__(self) -> int:
         return len(self.texts)
 
+    @property
+    def has_turns(self) -> bool:
+        """True if the completions are rollouts with turns, each of which may have its reward."""
+        return bool(self.messages) or any(number > 1 for number in self.num_turns)
+
     def single(self, i: int) -> Batch:
         """Returns a batch that holds completion `i` of this batch alone. `rows` still has the
         completion's index in its group, and `trial` the names for all of the group."""
@@ -504,9 +509,8 @@ def _result_of_return(
     """Returns the result of a call that returned `result`. Its `values` are finite floats or None;
     `bad` lists the values that are neither, which are None in `values`. A list with a number for
     each of a completion's turns has their sum as value, and is in `turns`; of `PaidTurns` the value
-    is the total. What the function
-    logged, `call_log`, becomes its `extra` and `metrics`. _BrokenConvention if `result` has another
-    form than the function's convention asks for."""
+    is the total. What the function logged, `call_log`, becomes its `extra` and `metrics`.
+    _BrokenConvention if `result` has another form than the function's convention asks for."""
     if reward.per_completion:
         returned = [_verl_score(result, call_log)]
     else:
@@ -521,13 +525,16 @@ def _result_of_return(
             of_turns = value.turns if isinstance(value, PaidTurns) else value
             rewards = _turn_rewards(of_turns, num_turns)
             if isinstance(rewards, str):
-                number = rewards
+                # Without turns the function meant something else than a reward for each of them.
+                number = rewards if batch.has_turns else shorten(repr(value))
                 rewards = None
             else:
                 number = value.total if isinstance(value, PaidTurns) else math.fsum(rewards)
         else:
             number = _finite_or_text(value)
         if isinstance(number, str):
+            if reward.per_completion and isinstance(result, Mapping):
+                number += " as `score`"
             bad.append((i, number))
             number = None
         values.append(number)

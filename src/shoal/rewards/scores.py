@@ -356,8 +356,7 @@ class ScoreColumn:
             self._fail(
                 i,
                 CallResult(kind="not a number", text=text),
-                f"for {self.batch.describe(i)}: expected a finite number, one for each "
-                "turn, or None to abstain",
+                f"for {self.batch.describe(i)}: expected {self._expected}",
             )
         for column, logged_values in result.extra.items():
             if column not in self.extra:
@@ -398,6 +397,16 @@ class ScoreColumn:
             "died": f"ended its process ({result.text})",
             "timed out": f"took longer than reward.timeout_seconds={exact(self.limit_seconds)}",
         }[result.kind]
+
+    @property
+    def _expected(self) -> str:
+        """What the function may return for one completion, for messages."""
+        terms = ["a finite number"]
+        if self.function.per_completion:
+            terms.append("a dict with one as `score`")
+        if self.batch.has_turns:
+            terms.append("one for each turn")
+        return f"{', '.join(terms)}, or None to abstain"
 
     @property
     def _head(self) -> str:

@@ -217,6 +217,41 @@ def test_old_advantages_are_the_stored_ones(run, capsys):
     assert "2 groups were stored without advantages" in capsys.readouterr().out
 
 
+def test_the_penalty_on_long_completions_is_that_of_each_step(run, capsys):
+    """A resume changed the penalty and the longest completion after step 1."""
+    settings = "steps: 4\nbatch: {prompts_per_step: 2, group_size: 4}\n"
+    first = settings + (
+        "reward: {overlong_buffer_tokens: 4, overlong_penalty: 2.0}\n"
+        "sampling: {max_completion_tokens: 5}\n"
+    )
+    second = settings + (
+        "reward: {overlong_buffer_tokens: 2, overlong_penalty: 0.5}\n"
+        "sampling: {max_completion_tokens: 6}\n"
+    )
+    (run / "config.yaml").write_text(second)
+    (run / "config_0.yaml").write_text(first)
+    (run / "config_1.yaml").write_text(second)
+    sizes = [
+        len(completion)
+        for completion in read_file(run / "groups/step_000001.parquet")[0].group.completions
+    ]
+    result = under(run, "one", step=1)
+    penalties = [-2.0 * min(1, max(0, size - 1) / 4) for size in sizes]
+    assert result["groups"][0]["rewards"] == pytest.approx([1 + value for value in penalties])
+    assert result["functions"] == {"one": 1.0, "overlong": 2.0}
+    assert "the run's penalty on long completions (overlong) is part" in capsys.readouterr().out
+    result = under(run, "one", step=2)
+    penalties = [-0.5 * min(1, max(0, size - 4) / 2) for size in sizes]
+    assert result["groups"][0]["rewards"] == pytest.approx([1 + value for value in penalties])
+    both = under(run, "one")
+    assert both["num_groups"] == 4 and both["steps"] == [1, 2]
+    capsys.readouterr()
+    given = under(run, "one", step=1, overlong_buffer_tokens=5)
+    penalties = [-min(1, size / 5) for size in sizes]
+    assert given["groups"][0]["rewards"] == pytest.approx([1 + value for value in penalties])
+    assert "the run's penalty" not in capsys.readouterr().out
+
+
 def test_a_step_is_released_before_the_next_is_read(run, monkeypatch):
     """When a step's file is read, the groups of the one before it are gone."""
     alive: list[weakref.ref] = []

@@ -10,6 +10,7 @@ from shoal.job.rescore import score_again
 from shoal.report.console import Console
 from shoal.runs.layout import find_run
 from shoal.runs.reader import StoredRun
+from shoal.tasks.builtin_rewards import PENALTY
 from shoal.text import count, figure
 
 SHOWN_FIGURES = (
@@ -53,6 +54,11 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
                 "out"
             )
         result = score_again(run, config.reward, config.step)
+        if PENALTY in result["functions"] and not config.reward.overlong_buffer_tokens:
+            console.note(
+                "the run's penalty on long completions (overlong) is part of the new reward, as it "
+                "is of the stored one; reward.overlong_buffer_tokens sets another"
+            )
         _report(result, console)
     return result
 

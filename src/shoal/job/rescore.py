@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -54,9 +55,11 @@ NUM_SHOWN = 5
 
 def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[str, Any]:
     """Scores the stored training groups of a run with `reward.functions` (by default the task's
-    own), a step at a time, and returns a record for JSON that compares the new rewards with the
-    stored ones: `comparison`, with pairs [stored, new]; `lint`, what is suspicious about the new
-    reward; `hacks`, completions that may exploit it; and numbers of steps, groups and completions.
+    own) and the penalty on long completions that each step had, a step at a time. Returns a record
+    for JSON that compares the new rewards with the stored ones: `comparison`, with pairs [stored,
+    new]; `lint`, what is suspicious about the new reward; `hacks`, completions that may exploit it;
+    `functions` with their weights, of the penalty the last; and numbers of steps, groups and
+    completions.
 
     Nothing is written. `step`, from 1: only this step is scored, and the record has its `groups` in
     full; 0: all steps, and `groups` is None. ShoalError if the run has no stored groups, or not
@@ -74,15 +77,28 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
         for model in reward_models(functions):
             model.date = read_date(run.path / MODEL_FOLDER)
     steps = []
+    weights: dict[str, float] = {}
     own_advantages: dict[str, OwnAdvantage | None] = {}  # by `algorithm.advantage`
-    with closing(RewardPool(functions, reward, run.config.steps)) as pool:
-        for number in chosen:
-            # Steps of files count from 1, those of `config_at` from 0.
-            algorithm = run.config_at(number - 1).algorithm
-            if algorithm.advantage not in own_advantages:
-                own_advantages[algorithm.advantage] = load_advantage(algorithm)
-            own_advantage = own_advantages[algorithm.advantage]
-            steps.append(rescore_step(number, files[number], pool, algorithm, own_advantage))
+
+    def penalty_of_step(number: int) -> tuple[RewardSection, int]:
+        """Returns the settings of the penalty on long completions in a step, and the length of the
+        longest: the penalty that `reward` sets, or, if it sets none, that of the run."""
+        # Steps of files count from 1, those of `config_at` from 0.
+        config = run.config_at(number - 1)
+        section = reward if reward.overlong_buffer_tokens else config.reward
+        return section, config.sampling.max_completion_tokens
+
+    # A resume may have changed the penalty: the steps before and after it have their own.
+    for (section, max_tokens), numbers in groupby(chosen, penalty_of_step):
+        penalized = with_overlong(functions, section, max_tokens)
+        weights |= {function.name: function.weight for function in penalized}
+        with closing(RewardPool(penalized, reward, run.config.steps)) as pool:
+            for number in numbers:
+                algorithm = run.config_at(number - 1).algorithm
+                if algorithm.advantage not in own_advantages:
+                    own_advantages[algorithm.advantage] = load_advantage(algorithm)
+                own_advantage = own_advantages[algorithm.advantage]
+                steps.append(rescore_step(number, files[number], pool, algorithm, own_advantage))
     old_rewards = []
     new_rewards = []
     old_signal = new_signal = 0
@@ -109,7 +125,7 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
             "steps": chosen,
             "num_groups": num_groups,
             "num_completions": num_completions,
-            "functions": {function.name: function.weight for function in functions},
+            "functions": weights,
             "comparison": {
                 "completions_compared": len(old),
                 "reward_mean": [known_mean(old), known_mean(new)],
@@ -126,14 +142,11 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
 
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:
     """Loads and returns the functions with which a run's completions are scored again: those of
-    `reward.functions`, or, if there are none, the task's own, for which its data is loaded; and the
-    penalty on long completions that `reward` sets, or, if it sets none, the run's."""
+    `reward.functions`, or, if there are none, the task's own, for which its data is loaded. The
+    penalty on long completions is not among them."""
     if reward.functions:
-        functions = name_functions(find_functions(reward, reward.functions), reward.weights)
-    else:
-        functions = load_task(run.task, reward).rewards
-    penalty = reward if reward.overlong_buffer_tokens else run.reward
-    return with_overlong(functions, penalty, run.sampling.max_completion_tokens)
+        return name_functions(find_functions(reward, reward.functions), reward.weights)
+    return load_task(run.task, reward).rewards
 
 
 @dataclass(frozen=True)

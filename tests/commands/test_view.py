@@ -536,6 +536,8 @@ def test_the_weights_of_rewards_are_known_before_the_groups_are_read(run, tmp_pa
 def test_the_overview_answers_how_it_goes(viewer):
     found = viewer.answer("overview", {"run": "first"})
     assert found["progress"]["state"] == "finished" and found["progress"]["step"] == 40
+    assert found["progress"]["has_ended"] and found["progress"]["stopped_by"] == ""
+    assert found["reward_since"] == 0
     # of two questions: noise
     assert found["table"][0][1:] == ["50.0%", "100.0%", "+50.0 points", 0]
     driver = found["drivers"][1]
@@ -705,6 +707,21 @@ def test_a_collapse_names_what_moved_first(tmp_path):
     assert (
         event["text"] == "entropy 0.05 after 0.6; then reward/mean from step 43; so until step 48"
     )
+
+
+def test_a_run_that_a_callback_stopped_is_stopped_by_it(tmp_path):
+    path = write_run(tmp_path / "stopped", steps=3, settings=["steps=60"])
+    summary = json.loads((path / "summary.json").read_text())
+    summary |= {"stopped_by": "the callback <b>Patience", "steps": 60, "steps_made": 3}
+    (path / "summary.json").write_text(json.dumps(summary))
+    viewer = opened(path)
+    try:
+        progress = viewer.answer("overview", {"run": "stopped"})["progress"]
+        assert (progress["state"], progress["step"], progress["steps"]) == ("stopped", 3, 60)
+        assert progress["stopped_by"] == "the callback <b>Patience" and progress["has_ended"]
+        assert progress["resume"] == f"shoal train resume={path}"
+    finally:
+        viewer.close()
 
 
 def test_a_run_that_was_killed_is_stopped_at_once(tmp_path):
@@ -999,6 +1016,7 @@ def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_pat
         ]
         assert found["table"][1][0] == "held_out mean reward (another reward since step 3)"
         assert found["drivers"] == [] and "reward" not in found["verdict"]["text"]  # of 3 steps
+        assert found["reward_since"] == 3
         evaluations = viewer.runs["changed"].evaluations
         evaluations.lines = [
             replace(line, figures={"mean_reward": line.figures["mean_reward"]})

@@ -31,8 +31,12 @@ from stored_runs import (
 from shoal.commands.view import view
 from shoal.commands.view.views import Viewer
 from shoal.config.commands import ViewConfig
+from shoal.config.merge import compose
+from shoal.config.stored import texts_of
+from shoal.config.train import Config
 from shoal.runs.groups import write_file
 from shoal.runs.result import load_run
+from shoal.runs.writer import RunWriter
 from shoal.serve.server import served
 
 pytest.importorskip("duckdb", reason="shoal view needs the extra `view`")
@@ -389,6 +393,31 @@ def test_the_list_of_runs_leads_to_a_run_and_compares(page, tmp_path):
         page.get_by_role("link", name="sweep/0").click()
         settle(page, "too early to say: 6 steps, accuracy 50.0% → 100.0%")
         assert page.locator("h1").inner_text() == "sweep/0"
+
+
+def test_a_run_says_who_stopped_it_and_what_it_is_not_evaluated_on(page, tmp_path):
+    paths = {name: write_run(tmp_path / name, 12) for name in ("stopped", "live", "resumed")}
+    for name in ("stopped", "live"):
+        (paths[name] / "evaluations.jsonl").write_text("")
+        summary = paths[name] / "summary.json"
+        record = json.loads(summary.read_text()) | {"before": {}, "after": {}}
+        record |= {"stopped_by": "the callback <b>Patience"}
+        summary.write_text(json.dumps(record))
+    (paths["live"] / "summary.json").unlink()
+    with RunWriter(paths["resumed"]) as folder:
+        weighted = compose(Config, ["steps=12", "reward.weights=1,3"])[0]
+        folder.write_config(*texts_of(weighted), 4)
+    with viewed(tmp_path, page=page) as address:
+        page.goto(f"{address}#/run?run=stopped")
+        settle(page, "stopped at step 12 of 12 by the callback <b>Patience")
+        assert "No evaluation in this run." in page.locator(".view").inner_text()
+        assert "was resumed" not in page.locator(".view").inner_text()
+        page.goto(f"{address}#/run?run=live")
+        settle(page, "No evaluation so far.")
+        page.goto(f"{address}#/run?runs=live%2Cstopped")
+        settle(page, "No evaluation so far.")
+        page.goto(f"{address}#/run?run=resumed")
+        settle(page, "steps after step 4, where the run was resumed with other rewards, rows or")
 
 
 def test_a_note_and_tags_are_written_and_runs_are_found_by_them(page, tmp_path):

@@ -24,7 +24,7 @@ from shoal.runs.compare import (
 )
 from shoal.runs.group_table import Added
 from shoal.runs.layout import parts_of
-from shoal.runs.lines import EventLine, StepLine, bounded_line, json_ready, rounded
+from shoal.runs.lines import EventLine, StepLine, Summary, bounded_line, json_ready, rounded
 from shoal.runs.reader import Evaluations, StoredRun
 from shoal.runs.summary import version_text
 
@@ -51,7 +51,8 @@ def overview(
     weight of each reward function; `settings`: the run's values by dotted key; `paired`: the change
     of the evaluations' main figure, if it is a mean reward (`paired_change`); `partial`: what the
     functions add that do not score all completions (`GroupTable.partial_functions`). Rewards are
-    compared only over the steps since the reward function last changed (`run.reward_since`)."""
+    compared only over the steps since a resume last changed what acts on them, in `drivers` too:
+    after version `reward_since` (`run.reward_since`)."""
     since = run.reward_since
     evaluated = evaluations.curves()
     main_figure, main_curve = evaluations.main_curve(since)
@@ -93,6 +94,7 @@ def overview(
         "events": shown_events,
         "settings": settings_rows(settings, run.decided_keys),
         "drivers": shown_functions,
+        "reward_since": since,
         "problems": sorted(run.problems.values()),
         "evaluations": evaluated,
         "checkpoints": run.checkpoints(),
@@ -244,25 +246,34 @@ def failure(events: Sequence[EventLine]) -> str:
 
 
 def progress(
-    run: StoredRun, curves: Curves, settings: Mapping[str, Any], is_finished: bool, cause: str
+    run: StoredRun,
+    curves: Curves,
+    settings: Mapping[str, Any],
+    summary: Summary | None,
+    cause: str,
 ) -> dict[str, Any]:
     """Returns a record on how far a run is: the `step` made last of `steps` (None: unknown), the
     `seconds` of all steps, `step_seconds` of one and `seconds_left` (None: unknown, or it is not
-    running), the newest checkpoint (`saved`, 0 if none), the `cause` of a failure, the command that
-    continues it (`resume`, "" if it is finished or running) and its `state`:
+    running), the newest checkpoint (`saved`, 0 if none), the `cause` of a failure, who stopped it
+    (`stopped_by`, such as `the callback NAME`; "" if nobody did), whether it has come to its end
+    (`has_ended`: it has written its `summary`), the command that continues it (`resume`, "" if it
+    is finished or running) and its `state`:
 
-    finished: it has written its summary
+    finished: it has come to its end
     failed: an error ended it (`cause`)
     killed: its process is gone, and steps after the last checkpoint are lost
-    stopped: its process is gone after a checkpoint, or nothing was written for IDLE_SECONDS or ten
-        steps, whichever is longer
+    stopped: it was ended before its last step (`stopped_by`), its process is gone after a
+        checkpoint, or nothing was written for IDLE_SECONDS or ten steps, whichever is longer
     running: none of these
     """
     total = _steps_of(settings)
     done = int(curves.last.get("step", 0))
     saved = max(run.checkpoints(), default=0)
     step_seconds = curves.step_seconds
-    if is_finished:
+    stopped_by = bounded_line(summary.stopped_by) if summary else ""
+    if stopped_by:
+        state = "stopped"
+    elif summary:
         state = "finished"
     elif cause:
         state = "failed"
@@ -287,6 +298,8 @@ def progress(
         "step_seconds": step_seconds,
         "saved": saved,
         "cause": cause if state == "failed" else "",
+        "stopped_by": stopped_by,
+        "has_ended": summary is not None,
         "resume": resume,
     }
 

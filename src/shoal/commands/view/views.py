@@ -194,9 +194,9 @@ class OpenRun:
     @property
     def progress(self) -> dict[str, Any]:
         """Returns the record on how far the run is."""
-        is_finished = self._stored(SUMMARY, self.run.summary) is not None
+        summary = self._stored(SUMMARY, self.run.summary)
         cause = failure(self.events)
-        return progress(self.run, self.curves, self.settings, is_finished, cause)
+        return progress(self.run, self.curves, self.settings, summary, cause)
 
 
 class Viewer:

@@ -23,7 +23,13 @@ export function comparisonBlock({ names, records, comparison, shared }) {
   return el("div", { class: "comparison" }, comparison?.first ? firstDifference(names, comparison.first) : null,
     shared?.total ? sharedQuestions(names, shared) : null,
     tableCard("Settings that differ between the runs", ["key", ...names], settings, comparison ? "None." : "Not in this file."),
-    tableCard("Before and after", ["figure", ...names], rows, "No evaluation so far."));
+    tableCard("Before and after", ["figure", ...names], rows, noEvaluation(records)));
+}
+
+/** What a table of evaluations says that has none: of runs that have come to their end none will follow. */
+export function noEvaluation(records) {
+  if (!records.every((record) => record.progress.has_ended)) return "No evaluation so far.";
+  return records.length === 1 ? "No evaluation in this run." : "No evaluation in these runs.";
 }
 
 function firstDifference(names, { step, num_shared: shared, stage, file, group, completion }) {

@@ -100,10 +100,10 @@ function homeRow(view, record) {
     record.chips.length > MOST_CHIPS ? el("span", { class: "faint", text: `+${record.chips.length - MOST_CHIPS}` }) : null));
 }
 
-/** Running, finished, or where it ended, by which error, and how it goes on. */
-export function progressOf({ state, step, steps, saved, resume, cause }) {
+/** Running, finished, or where it ended, by whom or by which error, and how it goes on. */
+export function progressOf({ state, step, steps, saved, resume, cause, stopped_by: stoppedBy }) {
   const at = step ? `${state} at step ${num(step)}${steps ? ` of ${num(steps)}` : ""}` : `${state} before the first step`;
-  const badge = el("span", { class: `badge ${state}`, text: resume ? at : state === "running"
+  const badge = el("span", { class: `badge ${state}`, text: resume ? `${at}${stoppedBy ? ` by ${stoppedBy}` : ""}` : state === "running"
     ? `running, step ${num(step)}${steps ? ` of ${num(steps)}` : ""}` : state });
   return resume ? [badge, cause ? [": ", textNodes(cause)] : null, el("div", { class: "resume" }, `${saved === steps ? "evaluate and finish" : `resume ${saved ? `from step ${num(saved)}` : "from the start"}`}: `,
       el("code", { text: resume }))] : badge;

@@ -3,7 +3,7 @@
 
 import { addressOf, change, goTo, here, remember, remembered } from "./address.js";
 import { Chart, varies } from "./charts.js";
-import { comparisonBlock } from "./compare.js";
+import { comparisonBlock, noEvaluation } from "./compare.js";
 import { isFile, load } from "./data.js";
 import { EVALUATIONS, asText, card, changeMark, coded, count, duration, el, gainMark, minus, num, percent, replace, stateBox, table, tableCard } from "./dom.js";
 import { progressOf } from "./home.js";
@@ -175,7 +175,7 @@ function drawFacts(view) {
     const of = several ? ` of ${record.name}` : "", rows = record.table.map(([figure, before, after, change, sign]) =>
       [figure, minus(before), minus(after), gainMark(change, sign)]);
     return several ? el("div", { class: "flat" }, driversCard(record, of), eventsCard(record, of)) : el("div", { class: "columns" },
-      tableCard("Before and after", ["figure", "before", "after", "change"], rows, "No evaluation so far."),
+      tableCard("Before and after", ["figure", "before", "after", "change"], rows, noEvaluation([record])),
       el("div", {}, driversCard(record, of), eventsCard(record, of)));
   }));
 }
@@ -185,7 +185,7 @@ function scoredShare({ scored }) {
   return scored && scored[0] !== null && scored[1] !== null ? ` (scored ${percent(scored[0])} → ${percent(scored[1])})` : "";
 }
 
-function driversCard({ drivers }, of) {
+function driversCard({ drivers, reward_since: since }, of) {
   if (!drivers.length) return null;
   const [{ over }, ...functions] = drivers;
   return card(`What moves the reward in training${of}`, table(["function", "weight", "first", "last", "adds"], functions.map((row) => [
@@ -193,7 +193,8 @@ function driversCard({ drivers }, of) {
       : changeMark(row.adds, num(row.adds), row.sign * row.weight)]),
   `What moves the reward in training${of}`),
   el("p", { class: "faint", text: (over === 1 ? "The first and the last step" : `Means of the first and the last ${over} steps`)
-    + " of training, sampled; what the change adds to the reward, by the function's weight."
+    + (since ? ` after step ${num(since)}, where the run was resumed with other rewards, rows or lengths` : " of training")
+    + ", sampled; what the change adds to the reward, by the function's weight."
     + (functions.some((row) => row.scored) ? " Where a function returned None, it adds 0; its own means leave that out." : "") }));
 }
 

@@ -616,28 +616,41 @@ def test_verls_names_of_columns_are_renamed():
         assert compose("train", words)[0].task.columns == columns
 
 
-def test_verls_arguments_of_a_reward_function_are_bound_in_its_file(tmp_path):
-    for head in ("", "reward."):
-        name = f"{head}custom_reward_function.reward_kwargs"
-        with pytest.raises(
-            ShoalError, match=rf"{name}\.x=3 is not supported: .*functools\.partial"
-        ):
-            compose("train", [f"{name}.x=3"])
-        with pytest.raises(ShoalError, match=rf"{name}\.x=0 is not supported"):
-            compose("train", ["recipe=verl", f"{name}.x=0"])  # no pattern, `reward.*`, takes it
-    (tmp_path / "score.py").write_text(
-        "import functools\n"
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, x=0):\n"
-        "    return x\n"
-        "BOUND = functools.partial(compute_score, x=3)\n"
+def test_verls_arguments_of_a_reward_function_are_bound_to_it(tmp_path):
+    file = tmp_path / "score.py"
+    file.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **more):\n"
+        "    return more\n"
     )
-    words = [
-        f"custom_reward_function.path={tmp_path}/score.py",
-        "custom_reward_function.name=BOUND",
-    ]
-    config, _ = compose("train", words)
+    settings = tmp_path / "verl.yml"
+    settings.write_text(
+        "trainer.total_training_steps: 1\n"
+        f"custom_reward_function: {{path: {file}, reward_kwargs: {{x: 3, how: {{a: [1, b]}}}}}}\n"
+    )
+    for head in ("", "reward.", "+reward."):
+        of_function = f"{head}custom_reward_function"
+        name = f"{of_function}.reward_kwargs"
+        for words, bound in (
+            ([f"{name}.x=0"], {"x": 0}),
+            (
+                [f"{name}.x=0.5", f"{name}.on=True", f"{name}.to=a, 'b'"],
+                {"x": 0.5, "on": True, "to": "a, 'b'"},
+            ),
+            ([f"{name}.how.a=1", f"{name}.none=null"], {"how": {"a": 1}, "none": None}),
+            ([name + '={"x": 1}'], {"x": 1}),
+            ([f"{name}={{}}"], {}),
+        ):
+            config, _ = compose("train", ["recipe=verl", f"{of_function}.path={file}", *words])
+            [function] = find_functions(config.reward, config.reward.functions)
+            assert not isinstance(function, RewardFunction) and function("", "", "") == bound
+        with pytest.raises(ShoalError, match=r"x needs custom_reward_function\.path"):
+            compose("train", [f"{name}.x=3"])
+        with pytest.raises(ShoalError, match="expected the name of an argument"):
+            compose("train", [f"{of_function}.path={file}", f"{name}.a-b=3"])
+    config, _ = compose("train", [str(settings)])
     [function] = find_functions(config.reward, config.reward.functions)
-    assert not isinstance(function, RewardFunction) and function("", "", "") == 3
+    assert function("", "", "") == {"x": 3, "how": {"a": [1, "b"]}}
+    assert compose("train", ["custom_reward_function.reward_kwargs={}"])[0].reward.functions == ()
 
 
 @pytest.mark.parametrize("flags", [["algorithm.adv_estimator=gae"], ["lam=0.9"]])

@@ -225,7 +225,6 @@ def test_verls_file_loads_with_an_estimator_of_groups():
         "actor_rollout_ref.actor.fsdp_config.model_dtype: bf16",
         "actor_rollout_ref.actor.router_replay.mode: R2",
         "data.train_max_samples: 100",
-        "custom_reward_function.reward_kwargs: {x: 3}",
         "data.custom_cls.path: mine.py",
         "data.sampler.class_path: mine.py",
         "reward_manager.name: prime",

@@ -25,7 +25,7 @@ from shoal.config.sections.task import TaskSection
 from shoal.job.task import load_task
 from shoal.records import Example, RewardFunction, ShoalError
 from shoal.rewards import loading
-from shoal.rewards.loading import load_functions, name_functions
+from shoal.rewards.loading import load_functions, load_reward_functions, name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.rewards.scores import Scores
 from shoal.tasks.graders.answer import (
@@ -811,3 +811,14 @@ def test_texts_of_both_styles() -> None:
         == ""
     )
     assert completion_text([]) == ""
+
+
+def test_fixed_arguments_are_literals_by_name(tmp_path):
+    file = tmp_path / "score.py"
+    file.write_text("def f(completions, x=0, **kw):\n    return [x] * len(completions)\n")
+    [one, other] = load_reward_functions([f"{file}:f(x='a, (b)')", f"{file}:f"])
+    assert one(completions=["c"]) == ["a, (b)"] and other(completions=["c"]) == [0]
+    assert [function.name for function in name_functions([one, other])] == ["f", "f_2"]
+    for arguments in ("1", "x", "x=y", "**{'x': 1}", "x=1, x=2", "x="):
+        with pytest.raises(ShoalError, match=r"expected file\.py:function\(KEY=VALUE, \.\.\.\)"):
+            load_reward_functions([f"{file}:f({arguments})"])

@@ -230,7 +230,7 @@ def template_variables(given: FlagTexts) -> KeyValues:
         if entry:
             variables[entry] = text
         else:
-            variables |= _json_object(name, text)
+            variables |= json_object(name, text)
     entries = []
     for name, value in variables.items():
         text = value if isinstance(value, str) else json.dumps(value)
@@ -243,7 +243,7 @@ def template_variables(given: FlagTexts) -> KeyValues:
     return {"model.template_variables": entries}
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
+def json_object(name: str, text: str) -> dict[str, Any]:
     """Returns the JSON object that a flag's text holds, {} for a text of NOTHING; ShoalError for
     any other. `name`: the flag's, for the error."""
     if text.lower() in NOTHING:

@@ -474,6 +474,15 @@ FLAGS: list[Flag] = [
         for head in ("reward.", "")
         for part in ("path", "name")
     ],
+    *grouped(
+        verl_readers.read_reward_file,
+        "reward.functions",
+        "fixed arguments of the function: file.py:function(NAME=VALUE)",
+        "reward.custom_reward_function.reward_kwargs",
+        "custom_reward_function.reward_kwargs",
+        is_mapping=True,
+        keeps_nothing=True,
+    ),
     *derived(
         rules.verl_reward_manager,
         "",
@@ -729,12 +738,6 @@ FLAGS: list[Flag] = [
     *refused(
         "of a reward manager's arguments there are dapo's max_resp_len and overlong_buffer_cfg",
         *(f"{head}reward_kwargs.*" for head in ("reward_model.", "reward.")),
-    ),
-    *refused(
-        "bind the arguments in the function's file, BOUND = functools.partial(compute_score, "
-        "NAME=VALUE), and give custom_reward_function.name=BOUND",
-        "reward.custom_reward_function.reward_kwargs",
-        "custom_reward_function.reward_kwargs",
     ),
     *refused(
         "give reward=FILE:FUNCTION",

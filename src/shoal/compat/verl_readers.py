@@ -3,6 +3,7 @@ flags together."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -328,18 +329,59 @@ def read_batch(name: str, text: str) -> KeyValues:
 
 
 def read_reward_file(given: FlagTexts) -> KeyValues:
-    """Converts custom_reward_function.path and name to reward.functions, a list with `PATH:NAME`
-    (by default compute_score); an empty path sets nothing. ShoalError if a name is given without a
-    path."""
-    named = last_part(given)
+    """Converts custom_reward_function.path, name and reward_kwargs to reward.functions, a list with
+    `PATH:NAME` (by default compute_score) or `PATH:NAME(KEY=VALUE, ...)`; an empty path sets
+    nothing. ShoalError if a name or an argument is given without a path, or if an argument's name
+    is none of Python's."""
+    named: dict[str, str] = {}
+    arguments: dict[str, Any] = {}
+    for flag, text in given.items():
+        _, of_arguments, entry = flag.partition("custom_reward_function.reward_kwargs")
+        if not of_arguments:
+            named[flag.rpartition(".")[2]] = text
+        elif entry:
+            _add_argument(arguments, flag, entry.removeprefix("."), text)
+        else:
+            arguments |= flags.json_object(flag, text)
     if "path" in named and named["path"].lower() in flags.NOTHING:
         return {}
     if "path" not in named:
+        if "name" not in named and not arguments:
+            return {}
         raise ShoalError(
             f"{next(iter(given))} needs custom_reward_function.path, the file that defines the "
             "function"
         )
-    return {"reward.functions": [f"{named['path']}:{named.get('name', 'compute_score')}"]}
+    function = f"{named['path']}:{named.get('name', 'compute_score')}"
+    if arguments:
+        listed = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        function += f"({listed})"
+    return {"reward.functions": [function]}
+
+
+def _add_argument(arguments: dict[str, Any], flag: str, entry: str, text: str) -> None:
+    """Adds to a function's arguments the value of `entry`, the name behind `reward_kwargs.`; one
+    with a dot is an entry of a dictionary. ShoalError if the argument's name is none of Python's.
+    `flag`: the whole name, for the error."""
+    *outer, name = entry.split(".")
+    inner = arguments
+    for key in outer:
+        inner = inner.setdefault(key, {})
+    inner[name] = _value_of(text)
+    if not entry.partition(".")[0].isidentifier():
+        raise ShoalError(f"{flag}={text}: expected the name of an argument after reward_kwargs")
+
+
+def _value_of(text: str) -> Any:
+    """Returns what JSON reads in a text, else True, False or None; of `[a,b]` a list of such
+    values; else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    if text.startswith("[") and text.endswith("]"):
+        return [_value_of(item) for item in flags.items_of(text)]
+    return {"True": True, "False": False, "None": None}.get(text, text)
 
 
 def read_betas(name: str, text: str) -> KeyValues:

@@ -12,7 +12,7 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.sampling import SamplingSection
 from shoal.config.sections.task import TaskSection
 from shoal.records import Example, Messages, RewardFunction, ShoalError, truth_fault
-from shoal.rewards.loading import load_functions, name_functions
+from shoal.rewards.loading import load_reward_functions, name_functions
 from shoal.tasks.builtin_rewards import PENALTY, find_builtin, overlong_punishment, verl_reward
 from shoal.tasks.custom import Correct, rows_of_section
 from shoal.tasks.generated import LazyRows
@@ -92,16 +92,16 @@ def find_functions(
     reward: RewardSection, specs: Sequence[str]
 ) -> list[Callable[..., Any] | RewardFunction]:
     """Returns the function for each text in `specs`: a packaged function's name, `model:PATH`,
-    `judge:URL`, or `file.py:function`; in the order of `specs`. ShoalError if a file or a function
-    in it does not exist. A packaged function or a model comes as a `RewardFunction`, a judge as an
-    object that is called like a function."""
+    `judge:URL`, or `file.py:function`, with arguments or without; in the order of `specs`.
+    ShoalError if a file or a function in it does not exist. A packaged function or a model comes as
+    a `RewardFunction`, a judge as an object that is called like a function."""
     ready = {}
     for spec in specs:
         function = _find_model(spec, reward) or find_builtin(spec)
         if function:
             ready[spec] = function
     # Loaded in one call, so that functions of one file share one module.
-    loaded = iter(load_functions([spec for spec in specs if spec not in ready]))
+    loaded = iter(load_reward_functions([spec for spec in specs if spec not in ready]))
     return [ready.get(spec) or next(loaded) for spec in specs]
 
 

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import re
 import sys
 import sysconfig
 import traceback
@@ -26,6 +27,7 @@ _NO_MODEL = (
     "; a reward model is model:PATH, with its folder or hub id, and any other model needs a "
     "function that asks it and returns a number for each completion"
 )
+_BOUND = re.compile(r"(?P<function>.+\.py:\w+)\s*\((?P<arguments>.*)\)", re.DOTALL)
 _FOLDERS: set[Path] = set()
 """Folders of all files that `_run_file` has run."""
 
@@ -41,6 +43,43 @@ def load_functions(
     for spec, function in zip(specs, functions, strict=True):
         _check_callable(function, f"{noun} {spec!r}", hint)
     return functions
+
+
+def load_reward_functions(specs: Sequence[str]) -> list[Callable[..., Any]]:
+    """Returns the reward functions that texts name, in the order of the texts: `file.py:name`, or
+    `file.py:name(KEY=VALUE, ...)` with arguments that are the same in all calls, Python's literals.
+    ShoalError as by `load_functions`, and for arguments of another form."""
+    parts = [split_arguments(spec) for spec in specs]
+    functions = load_functions([function for function, _ in parts])
+    bound = []
+    for function, (_, arguments) in zip(functions, parts, strict=True):
+        bound.append(functools.partial(function, **arguments) if arguments else function)
+    return bound
+
+
+def split_arguments(spec: str) -> tuple[str, dict[str, Any]]:
+    """Returns (the text before the parentheses, name -> value of each argument in them) of a reward
+    function's text; (the text, {}) of one without parentheses. ShoalError for arguments that are
+    not KEY=VALUE with literals.
+
+    >>> split_arguments("score.py:compute_score(bonus=2.0)")
+    ('score.py:compute_score', {'bonus': 2.0})
+    """
+    match = _BOUND.fullmatch(spec.strip())
+    if match is None:
+        return spec, {}
+    fault = f"reward function {spec!r}: expected file.py:function(KEY=VALUE, ...)"
+    try:
+        call = ast.parse(f"f({match['arguments']})", mode="eval").body
+        assert isinstance(call, ast.Call)
+        arguments = {given.arg: ast.literal_eval(given.value) for given in call.keywords}
+    except (SyntaxError, ValueError, AssertionError) as error:
+        raise ShoalError(f"{fault}: {error}") from error
+    # `**x` has no name; a name that is given twice is one here.
+    named = {name: value for name, value in arguments.items() if name}
+    if call.args or len(named) < len(call.keywords):
+        raise ShoalError(fault)
+    return match["function"], named
 
 
 def load_objects(specs: Sequence[str], noun: str, hint: str = "") -> list[Any]:

@@ -62,9 +62,10 @@ class RewardSection:
     """The keys `reward.*`: functions that score completions."""
 
     functions: tuple[str, ...] = key((), stages=("rewards", "evaluation"), names_code="rewards")
-    """Reward functions as `file.py:function`, names of ready-made ones (accuracy_reward, ...),
-    `model:PATH` for a reward model (a sequence classifier's folder or hub id), or `judge:URL` for a
-    judge behind an OpenAI-style address; empty for the task's own."""
+    """Reward functions as `file.py:function` (with fixed arguments `file.py:function(x=3)`), names
+    of ready-made ones (accuracy_reward, ...), `model:PATH` for a reward model (a sequence
+    classifier's folder or hub id), or `judge:URL` for a judge behind an OpenAI-style address; empty
+    for the task's own."""
     weights: tuple[float, ...] = key((), stages=("rewards", "evaluation"))
     """Weight of each function; empty for 1.0 each, or the task's own."""
     preset: Annotated[str, REWARD_PRESETS] = key(

@@ -28,7 +28,7 @@ from shoal.model.block import scaled_queries
 from shoal.model.compiler_habits import gated_product
 from shoal.model.linear import Adapted, Biased, Cast, linear, writing_float32
 from shoal.model.rotary import rotary, rotate, rotate_by_product
-from shoal.model.transformer import Model
+from shoal.model.transformer import REMAT, Model, keeping_integers
 from shoal.sampler.engine import Engine
 from shoal.trainer.batch import pack, unpack
 from shoal.trainer.loss import batch_logprobs
@@ -240,3 +240,56 @@ def test_a_cpu_gets_its_products_of_bfloat16_in_the_form_that_it_does_not_widen(
             num_transposed += 1
             assert not re.search(rf"dot_general {name},|dot_general %\S+, {name},", function), name
     assert num_transposed
+
+
+def test_a_cpu_does_not_convert_what_all_layers_keep_for_each_layer():
+    """XLA for CPU converts an array of bfloat16 to float32, and back, to write a part of it: what a
+    scan's layers keep would be converted as often as there are layers."""
+    model = Model(QWEN3, roles().trainer, jnp.bfloat16)
+    parameters = random_parameters(QWEN3)
+    groups = random_groups(QWEN3, 1, 4, 12, 8)
+    zeros = np.zeros((1, 4))
+    (batch,) = pack(groups, range(1), zeros, zeros, [whole(groups)], 1.0)
+
+    def loss(parameters):
+        return batch_logprobs(model, parameters, batch.arrays, 2**25)[0].sum()
+
+    text = jax.jit(jax.grad(loss)).lower(parameters).compile().as_text()
+    layers = QWEN3.num_layers
+    assert re.search(rf"= u16\[{layers},", text)  # what they keep is there
+    assert re.findall(rf"bf16\[({layers},[\d,]+)\]\) -> f32\[\1\]", text) == []
+
+
+@pytest.mark.parametrize("remat", ["dots", "attention", "full"])
+def test_a_layer_that_keeps_integers_has_the_same_gradients_and_passes_weights_on(remat):
+    @REMAT[remat]
+    def layer(x, weights, numbers):
+        product = linear(weights["kernel"], x) * weights["scale"].astype(x.dtype)
+        return x + jnp.tanh(product), (product.sum(), numbers + 1)
+
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((8, 16)), jnp.bfloat16)
+    kernel = jnp.asarray(rng.standard_normal((16, 16)), jnp.bfloat16)
+    weights = {"kernel": kernel, "scale": jnp.ones(16)}
+    numbers = jnp.arange(8)
+
+    def value_and_gradients(layer):
+        (value, sums), backward, _ = jax.vjp(
+            lambda *x: split(layer(*x, numbers)), x, weights, has_aux=True
+        )
+        return value, sums, backward((jnp.ones_like(value), jnp.ones_like(sums)))
+
+    def split(result):
+        x, (sums, numbers) = result
+        return (x, sums), numbers
+
+    expected = jax.jit(lambda: value_and_gradients(layer))()
+    found = jax.jit(lambda: value_and_gradients(keeping_integers(layer)))()
+    for one, another in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == another.dtype
+        np.testing.assert_array_equal(one, another)
+
+    _, kept = jax.vjp(lambda *x: keeping_integers(layer)(*x, numbers)[0], x, weights)
+    shapes = {(leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(kept)}
+    assert ("uint16", (8, 16)) in shapes
+    assert ("bfloat16", (16, 16)) in shapes

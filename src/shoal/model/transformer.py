@@ -307,9 +307,48 @@ def _pattern_step(
                 of_this = of_this._replace(keys=None)
             return x, of_this
 
+        if model.writes_float32 and model.remat != "none":
+            step = keeping_integers(step)
         x, of_this = step(x, weights, inputs, read_keys)
         aux.append(of_this)
     return x, tuple(aux)
+
+
+def keeping_integers(layer: Callable) -> Callable:
+    """Returns the layer, a function of (x, ...), with another way to keep bfloat16 for the backward
+    pass: as integers of 16 bits.
+
+    A scan writes what each layer keeps into an array of all layers. XLA for CPU cannot write a part
+    of an array of bfloat16: for each layer it would convert the array of all layers to float32, and
+    back. For layers under `jax.checkpoint`, which keep their arguments as they are.
+    """
+
+    @jax.custom_vjp
+    def computed(x: jax.Array, *others: Any) -> Any:
+        return layer(x, *others)
+
+    def forward(x: jax.Array, *others: Any) -> tuple[Any, Callable]:
+        result, backward = jax.vjp(layer, x, *others)
+        # A scan does not write what it passes on, such as weights; as integers it would.
+        passed_on = {id(array) for array in jax.tree.leaves(others)}
+
+        def to_integers(kept: jax.Array) -> jax.Array:
+            if kept.dtype != jnp.bfloat16 or id(kept) in passed_on:
+                return kept
+            return jax.lax.bitcast_convert_type(kept, jnp.uint16)
+
+        return result, jax.tree.map(to_integers, backward)
+
+    def from_integers(kept: jax.Array) -> jax.Array:
+        if kept.dtype != jnp.uint16:
+            return kept
+        return jax.lax.bitcast_convert_type(kept, jnp.bfloat16)
+
+    def gradients(kept: Callable, of_result: Any) -> tuple:
+        return jax.tree.map(from_integers, kept)(of_result)
+
+    computed.defvjp(forward, gradients)
+    return computed
 
 
 def _unrolled(

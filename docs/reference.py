@@ -22,6 +22,11 @@ EVALUATION: Mapping[str, tuple[str, str]] = {
         "its 95% interval (Wilson); with several answers to a question that of one answer each, "
         "which is never too narrow",
     ),
+    "accuracy_by": (
+        "text",
+        "`reward` if a reward function's `acc` says which answers are right; absent if the task "
+        "does",
+    ),
     "accuracy_any_form": (
         "share",
         "answers that are right wherever the text says it; in shoal eval of a task that asks for "

@@ -353,7 +353,14 @@ MISTAKES = [  # a change of the command line, the key of the finding, parts of i
         "warning",
     ),
     ("model.path={nan}", "model.path", "NaN or infinity in the weights final_norm", "wrong"),
-    ("train.pass_k=8&steps=1", "task.num_eval_questions", "evaluation samples", "warning"),
+    ("train.pass_k=8&steps=1", "task.num_eval_questions", "or lower train.pass_k=8, ", "warning"),
+    (
+        "train.pass_k=0&steps=1&batch.prompts_per_step=1&batch.group_size=2"
+        "&task.num_eval_questions=0",
+        "task.num_eval_questions",
+        "set task.num_eval_questions to fewer (it is 0, all of them), or turn",
+        "warning",
+    ),
 ]
 
 

@@ -244,6 +244,9 @@ def test_numbers_that_rewards_store_with_answers_have_means():
     ]
     figures = score_answers(groups, task())
     assert figures["rewards/logged/acc"] == 0.5
+    assert figures["accuracy_by"] == "reward" and "accuracy by" not in evaluation_text(figures)
+    judged = task(correct=lambda text, example: text == "a")
+    assert "accuracy_by" not in score_answers(groups, judged)
     assert "rewards/logged/read" not in figures  # not all of it are numbers
 
 

@@ -136,6 +136,14 @@ def test_the_same_reward_changes_nothing(run):
         assert group["old_advantages"] == group["advantages"]
 
 
+def test_rows_from_python_have_no_reward_of_their_own(run):
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "\ntask: {name: rows}\n")
+    assert under(run, "same")["steps"] == [1, 2]
+    with pytest.raises(ShoalError, match=r"from Python, .*: name one, reward=") as error:
+        under(run)
+    assert "resume" not in str(error.value)
+
+
 def test_how_many_advantages_flip(run, capsys):
     result = under(run, "opposite")
     assert result["comparison"]["advantages_flipped"] == 10

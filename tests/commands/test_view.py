@@ -1029,6 +1029,35 @@ def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_pat
         viewer.close()
 
 
+@pytest.mark.parametrize("change", ["reward=format_reward", "reward.weights=0.5"])
+def test_an_accuracy_that_a_reward_judges_is_compared_since_its_function_changed(tmp_path, change):
+    path = write_run(tmp_path / "changed", 6, settings=["reward=accuracy_reward"], finished=False)
+    lines = []
+    for step, accuracy in ((0, 0.9), (3, 0.8), (6, 0.1)):
+        figures = {"accuracy": accuracy, "accuracy_interval": [accuracy - 0.05, accuracy + 0.05]}
+        figures |= {"accuracy_by": "reward", "accuracy/sums": accuracy, "num_questions": 500}
+        figures |= {"mean_reward": 0.5, "mean_reward/sums": 0.5}
+        lines.append({"step": step, "name": "held_out", **figures})
+    write_lines(path / "evaluations.jsonl", lines)
+    settings = ["steps=6", "reward=accuracy_reward", change]
+    with RunWriter(path) as folder:
+        folder.write_config(*texts_of(compose(Config, settings)[0]), 3)
+    is_judge = change == "reward=format_reward"
+    viewer = opened(path)
+    try:
+        found = viewer.answer("overview", {"run": "changed"})
+        changes = {row[0].partition(" (")[0]: row[3:] for row in found["table"]}
+        expected = ["", 0] if is_judge else ["-80.0 points", -1]
+        assert changes["held_out accuracy"] == expected
+        assert changes["held_out accuracy/sums"][0] == expected[0]
+        assert changes["held_out mean reward/sums"] == ["", 0]
+        assert ("accuracy 90.0%" in found["verdict"]["text"]) != is_judge
+        _, curve = viewer.runs["changed"].evaluations.main_curve(3, 3 if is_judge else 0)
+        assert curve["x"] == ([6] if is_judge else [0, 3, 6])
+    finally:
+        viewer.close()
+
+
 def test_runs_of_other_tasks_are_not_compared():
     found = compared([{"task.name": "words", "steps": 5}, {"task.name": "gsm8k", "steps": 6}])
     assert "task.name: their rewards, accuracies, groups and lengths" in found["warning"]

@@ -1050,6 +1050,15 @@ def test_the_summary_compares_before_and_after():
         {"held_out": {"accuracy": 0.5, "mean_reward": 0.2}}, after, reward_since=40
     )
     assert row == ("held_out mean reward (another reward since step 40)", "0.2", "0.7", "")
+    of_source = {"held_out": {"mean_reward": 0.5, "mean_reward/a": 0.2, "best_reward": 0.6}}
+    for _, *_, change in summary_rows(of_source, of_source, reward_since=40):
+        assert change == ""
+    judged = {"held_out": {"accuracy": 0.5, "accuracy/a": 0.2, "pass@4": 0.6, "mean_reward": 1.0}}
+    for accuracy_by, expected in (({}, ["+0.0 points"] * 3), ({"accuracy_by": "reward"}, [""] * 3)):
+        evaluated = {"held_out": judged["held_out"] | accuracy_by}
+        rows = summary_rows(evaluated, evaluated, reward_since=40, functions_since=30)
+        assert [change for *_, change in rows] == [*expected, ""]
+        assert ("(another reward since step 30)" in rows[0][0]) == bool(accuracy_by)
     stream = io.StringIO()
     console = Console(stream, terminal=False)
     console.summary(
@@ -1161,6 +1170,10 @@ def test_the_curve_of_a_run_is_one_line():
     for step in range(3):
         rewards[step] = {"rows": {"mean_reward": step / 10, "num_questions": 4}}
     assert curve_text(rewards) == "rows mean reward by step: 0: 0, 1: 0.1, 2: 0.2"
+    assert curve_text(rewards, reward_since=1) == ""
+    rewards[3] = rewards[4] = rewards[2]
+    expected = "rows mean reward by step: 2: 0.2, 3: 0.2, 4: 0.2"
+    assert curve_text(rewards, reward_since=1) == expected
 
 
 def test_only_evaluations_of_the_same_questions_are_compared():

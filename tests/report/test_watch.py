@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from shoal.commands.view.verdict import accuracy_change
+from shoal.config.merge import compose
+from shoal.config.stored import texts_of
+from shoal.config.train import Config
 from shoal.protocols import RolloutStats
 from shoal.records import Failure
 from shoal.report import watch
@@ -106,6 +109,33 @@ def test_a_good_run_is_not_warned_of():
     assert [finding.level for step in found for finding in step] == ["warning"]
     before = {"accuracy": 0.5, "accuracy_interval": [0.4, 0.6]}
     assert not watch.evaluation(5, before, {"accuracy": 0.38, "accuracy_interval": [0.28, 0.48]})
+
+
+def test_an_accuracy_of_another_reward_is_no_loss(tmp_path):
+    warnings = []
+    console = SimpleNamespace(
+        warning=lambda text, key: warnings.append(text), evaluation=lambda *_: None
+    )
+    with RunWriter.create(tmp_path, "run") as folder:
+        recorder = Recorder(
+            folder,
+            console,  # type: ignore[arg-type]
+            10,
+            False,
+            lambda _: RolloutStats(),
+            lambda: 0,
+            lambda: 0,
+        )
+        with closing(recorder):
+            for version, reward in ((0, "accuracy_reward"), (2, "format_reward")):
+                settings = compose(Config, ["steps=10", f"reward={reward}"])[0]
+                folder.write_config(*texts_of(settings), version)
+            for version, share in ((0, 0.9), (3, 0.5), (4, 0.1)):
+                figures = {"accuracy": share, "accuracy_interval": [share - 0.1, share + 0.1]}
+                figures |= {"accuracy_by": "reward", "mean_reward": 0.5}
+                recorder.evaluation(version, {"held_out": figures}, [], 0, 1.0)
+                assert len(warnings) == (version == 4)
+    assert "accuracy is 10.0%, in the first evaluation it was 50.0%" in warnings[0]
 
 
 def test_a_reward_function_that_never_varies_is_named():

@@ -33,7 +33,7 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.job.interrupt import stop_on_signals
 from shoal.job.task import load_task
-from shoal.records import Example, RewardFunction, ShoalError, ground_truth
+from shoal.records import Example, Purpose, RewardFunction, ShoalError, ground_truth
 from shoal.rewards import pool as pool_module
 from shoal.rewards import scores
 from shoal.rewards.loading import name_functions
@@ -69,6 +69,28 @@ def scored(
         [(ticket, scores)] = pool.collect(wait=True)
     assert ticket == "here"
     return scores
+
+
+@pytest.mark.parametrize(
+    ("step", "purpose", "max_steps", "when"),
+    [
+        (0, Purpose.TRAIN, 10, "in step 1"),
+        (3, Purpose.TRAIN, 10, "in step 4"),
+        (0, Purpose.EVALUATE, 10, "in the evaluation before training"),
+        (3, Purpose.EVALUATE, 10, "after step 3"),
+        (0, Purpose.EVALUATE, 0, "at the start"),  # of `shoal eval`
+    ],
+)
+def test_a_failure_names_the_step_or_the_evaluation(
+    step: int, purpose: Purpose, max_steps: int, when: str
+) -> None:
+    def fails(completions: Any, **kwargs: Any) -> list[float]:
+        raise ValueError("no")
+
+    with RewardPool(name_functions([fails]), section(workers=0), max_steps) as pool:
+        pool.submit("here", EXAMPLES, TEXTS, IDS, step, purpose=purpose)
+        with pytest.raises(ShoalError, match=f"function 'fails' {when} raised ValueError"):
+            pool.collect(wait=True)
 
 
 def texts_of(completions: Any) -> list[str]:

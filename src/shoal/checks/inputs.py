@@ -208,14 +208,19 @@ def check_prompts(
         )
     evaluated = evaluation_completions(config, set_sizes(task))
     trained = config.steps * prompts_per_step * config.batch.group_size
-    of_question = f"train.pass_k={config.pass_k}"
+    num_eval_questions = config.task.num_eval_questions
+    advice = ["set task.num_eval_questions to fewer (it is 0, all of them)"]
+    if num_eval_questions:
+        advice = [f"lower task.num_eval_questions={num_eval_questions}"]
     if not config.evaluation.is_greedy:
-        of_question = f"evaluation.samples={config.evaluation.samples}"
+        advice.append(f"lower evaluation.samples={config.evaluation.samples}")
+    elif config.pass_k:
+        advice.append(f"lower train.pass_k={config.pass_k}")
+    advice.append("turn evaluation off with train.evaluate_every=-1")
     if config.steps and evaluated > 2 * trained:
         check.warning(
-            f"evaluation samples {evaluated:,} completions, training {trained:,}: lower "
-            f"task.num_eval_questions={config.task.num_eval_questions} (0 is all) or "
-            f"{of_question}, or turn evaluation off with train.evaluate_every=-1",
+            f"evaluation samples {evaluated:,} completions, training {trained:,}: "
+            f"{', or '.join(advice)}",
             "task.num_eval_questions",
         )
     _check_answers(config, task, tokenizer, check)

@@ -26,6 +26,7 @@ import numpy as np
 from shoal.algorithm.advantage import nonzero_std
 from shoal.buckets import address
 from shoal.chat.tokenizer_files import read_date
+from shoal.config.keywords import ROWS
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
@@ -143,9 +144,15 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:
     """Loads and returns the functions with which a run's completions are scored again: those of
     `reward.functions`, or, if there are none, the task's own, for which its data is loaded. The
-    penalty on long completions is not among them."""
+    penalty on long completions is not among them. ShoalError if the task has none."""
     if reward.functions:
         return name_functions(find_functions(reward, reward.functions), reward.weights)
+    if run.task.name == ROWS:
+        raise ShoalError(
+            "the data of this run came from Python, which has no reward of its own: name one, "
+            "reward=file.py:function",
+            "reward.functions",
+        )
     return load_task(run.task, reward).rewards
 
 

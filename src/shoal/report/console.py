@@ -272,14 +272,16 @@ class Console:
         solved: tuple[Group, Group] | None = None,
         facts: Sequence[str] = (),
         reward_since: int = 0,
+        functions_since: int = 0,
     ) -> None:
         """Prints the end of a run: the table of figures before and after training, a line for each
         of the `facts` that is not "", and a question that was wrong before and right after.
 
         `before`, `after`: data set -> its figures, as given to `evaluation`. `solved`: the groups
-        of that question before and after, or None. `reward_since`: the version at which the reward
-        was changed, or 0; a mean reward then has no change in the table."""
-        rows = summary_rows(before, after, reward_since)
+        of that question before and after, or None. `reward_since`,
+        `functions_since`: the versions at which the reward and its functions were changed, or 0;
+        a figure that depends on them then has no change in the table."""
+        rows = summary_rows(before, after, reward_since, functions_since)
         if rows:
             self.table(("", "before", "after", "change"), rows)
         for fact in facts:

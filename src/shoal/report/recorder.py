@@ -24,9 +24,15 @@ from shoal.runs.groups import TokenLogprobs, TurnAdvantages
 from shoal.runs.layout import parts_of
 from shoal.runs.lines import Summary, evaluation_scalars
 from shoal.runs.metrics import ENVIRONMENT, MetricSet, logged_name
-from shoal.runs.reader import reward_changed_at
+from shoal.runs.reader import functions_changed_at, reward_changed_at
 from shoal.runs.recipe import Followed
-from shoal.runs.summary import account_text, curve_text, summary_facts, version_text
+from shoal.runs.summary import (
+    ACCURACY_BY,
+    account_text,
+    curve_text,
+    summary_facts,
+    version_text,
+)
 from shoal.runs.writer import RunWriter
 from shoal.text import FAILED_CALL, count, duration
 
@@ -363,7 +369,7 @@ class Recorder:
                 self._groups.put(version, [group for group in groups if group.subset == subset])
         self.evaluations[version] = figures
         main = next(iter(figures), "")  # the first data set; "" if there is none
-        before = self.evaluations.get(0, {}).get(main, {})
+        before = self._first_comparable(main, figures.get(main, {}))
         with self.folder.during("evaluation", version):
             self._warn(self.watch.evaluation(version, before, figures.get(main, {})))
             if "accuracy" not in figures.get(main, {}):
@@ -373,6 +379,27 @@ class Recorder:
             if position:
                 self.console.note(position.text)
                 self._warn(self.watch.recipe(position))
+
+    def _first_comparable(self, data_set: str, figures: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the figures of a data set in the evaluation before training, or, if the reward
+        functions that say which answers are right were changed since, in the first evaluation after
+        that; {} if there is none. `figures`: those of the newest evaluation."""
+        first = 0
+        since = 0
+        if ACCURACY_BY in figures:
+            since = functions_changed_at(self._settings_of_parts())
+        if since:
+            later = [version for version in self.evaluations if version > since]
+            if not later:
+                return {}
+            first = min(later)
+        return self.evaluations.get(first, {}).get(data_set, {})
+
+    def _settings_of_parts(self) -> dict[int, dict[str, Any]]:
+        """Returns the version at which each part of the run began -> its settings; {} if it was not
+        resumed with other settings."""
+        parts = parts_of(self.folder.path)
+        return {number: flat_values(file) for number, file in parts.items()}
 
     def scores(self) -> dict[int, float]:
         """Returns version -> its score, by which checkpoints are compared: the accuracy on the
@@ -501,16 +528,14 @@ class Recorder:
             self.console.heading("before and after")
             if self.keep_groups:
                 solved = self.folder.solved_question(next(iter(summary.after)), last)
+        parts = self._settings_of_parts()
+        since = (reward_changed_at(parts), functions_changed_at(parts))
         facts = [
-            curve_text(self.evaluations),
+            curve_text(self.evaluations, *since),
             summary_facts(summary),
             account_text(summary.tokens),
         ]
-        # The settings of each part of the run; {} if it was not resumed with other settings.
-        configs = {number: flat_values(file) for number, file in parts_of(self.folder.path).items()}
-        self.console.summary(
-            summary.before, summary.after, solved, facts, reward_changed_at(configs)
-        )
+        self.console.summary(summary.before, summary.after, solved, facts, *since)
         for failed, number in summary.reward_failures.items():
             # A key of `reward_failures` is "function: kind"; an environment is no reward function.
             what = "" if failed.startswith(f"{ENVIRONMENT}: ") else "reward function "

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.config.sections.reward import RewardSection
-from shoal.records import Example, RewardFunction, ShoalError
+from shoal.records import Example, Purpose, RewardFunction, ShoalError
 from shoal.rewards.reward_call import (
     Batch,
     CallHandler,
@@ -139,6 +139,7 @@ class RewardPool:
         messages: Sequence[Any] = (),
         environments: Sequence[Any] = (),
         num_turns: Sequence[Any] = (),
+        purpose: Purpose | None = None,
     ) -> None:
         """Queues P groups of G completions for scoring; `collect` returns their scores with the
         ticket. Calls the functions that run in this process before it returns, and does not wait
@@ -149,7 +150,8 @@ class RewardPool:
         `zero` or `skip`) replaces `reward.on_error` for these groups. `trial` is given if the
         completions are known answers that are scored before the run, and names what each completion
         of a group is, such as `right answer`. The first call that times out ends a trial; the
-        values that are missing then are NaN.
+        values that are missing then are NaN. `purpose` is what a run sampled the completions for,
+        for messages; None if no run did.
 
         Raises ShoalError if a column cannot be sent to another process, or if the workers have
         ended. An error of a function is raised by `collect`. ValueError if the groups are empty, of
@@ -172,6 +174,7 @@ class RewardPool:
             messages,
             environments,
             num_turns,
+            purpose,
         )
         job = _Job(ticket, batch, policy)
         self.watch.begin_wait()

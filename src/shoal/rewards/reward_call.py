@@ -29,7 +29,15 @@ from typing import Any
 
 import numpy as np
 
-from shoal.records import Example, Prompt, RewardFunction, ShoalError, ground_truth, truth_fault
+from shoal.records import (
+    Example,
+    Prompt,
+    Purpose,
+    RewardFunction,
+    ShoalError,
+    ground_truth,
+    truth_fault,
+)
 from shoal.text import count, describe_error, did_you_mean, shorten
 from shoal.workers.process import Header, end_copies_of_loop, exit_forked_copies, pickled
 from shoal.workers.rollout_function import ROLLOUT
@@ -148,6 +156,7 @@ class Batch:
     places: list[str]  # where each row was read, `FILE, line 3`; "" if it has no file
     # Names of the known answers of a group that are scored before the run; () in a run.
     trial: tuple[str, ...] = ()
+    purpose: Purpose | None = None  # what a run sampled the completions for; None: no run did
     # All messages after each prompt; empty unless rollouts have turns.
     messages: Sequence[Sequence[Mapping[str, Any]]] = ()
     environments: Sequence[Any] = ()  # the `EndedEnvironment` of each completion; may be empty
@@ -166,6 +175,7 @@ class Batch:
         messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
         environments: Sequence[Sequence[Any]] = (),
         num_turns: Sequence[Sequence[int]] = (),
+        purpose: Purpose | None = None,
     ) -> Batch:
         """Returns the batch of P examples with G completions each. `prompts` are the P prompts that
         were sampled from; texts, ids, messages, environments and numbers of turns are [P][G], the
@@ -175,8 +185,8 @@ class Batch:
         The lengths of `messages`, `environments` and `num_turns` are not checked.
 
         `trial` names the G known answers of a group, such as `right answer`, if the completions are
-        these; () if they were sampled. ValueError if the lengths differ or the groups have
-        different sizes.
+        these; () if they were sampled. `purpose`: what a run sampled them for, for messages; None
+        if no run did. ValueError if the lengths differ or the groups have different sizes.
         """
         if not len(examples) == len(prompts) == len(texts) == len(completion_ids):
             raise ValueError("examples, prompts, texts and completion_ids must be of one length, P")
@@ -215,6 +225,7 @@ class Batch:
             state=state,
             places=places,
             trial=tuple(trial),
+            purpose=purpose,
             messages=list(chain.from_iterable(messages)),
             environments=list(chain.from_iterable(environments)),
             num_turns=list(chain.from_iterable(num_turns)),

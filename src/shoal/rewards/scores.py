@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shoal.config.sections.reward import RewardSection
-from shoal.records import Failure, RewardFunction, ShoalError
+from shoal.records import Failure, Purpose, RewardFunction, ShoalError
 from shoal.rewards.reward_call import (
     WRONG,
     Batch,
@@ -410,13 +410,19 @@ class ScoreColumn:
 
     @property
     def _head(self) -> str:
-        """The subject of a message: `reward function 'f' after step 3`. In place of the last words:
-        `at the start` before the first step, `tried on known answers` in a trial."""
+        """The subject of a message: `reward function 'f' in step 4`, for completions that a run
+        sampled for its step 4. In place of the last words: `in the evaluation before training`,
+        `after step 3` in a later one, `tried on known answers` in a trial, and `at the start` where
+        no run samples (`shoal eval`)."""
         step = self.batch.state.global_step
         if self.batch.trial:
             when = "tried on known answers"
+        elif self.batch.purpose is Purpose.TRAIN:
+            when = f"in step {step + 1}"
         elif step:
             when = f"after step {step}"
+        elif self.batch.purpose is Purpose.EVALUATE and self.batch.state.max_steps:
+            when = "in the evaluation before training"
         else:
             when = "at the start"
         return f"reward function {self.function.name!r} {when}"

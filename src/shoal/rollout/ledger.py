@@ -364,6 +364,7 @@ class GroupRewards:
             [entry.texts],
             [sampled_ids],
             entry.request.step,
+            purpose=entry.request.purpose,
             **turns,
         )
 

@@ -73,7 +73,7 @@ from shoal.runs.lines import (
     rounded,
 )
 from shoal.runs.notes import NOTES, RunNotes
-from shoal.runs.summary import summary_rows
+from shoal.runs.summary import compared_since, summary_rows
 from shoal.text import count, ranges
 
 # Bounds on what is read of a run that may be hostile.
@@ -321,8 +321,19 @@ class StoredRun:
     def reward_since(self) -> int:
         """The version at which a resume last changed the reward settings, as `reward_changed_at`
         tells from the first MAX_PARTS segments; 0 if none did."""
+        return reward_changed_at(self._settings_of_parts())
+
+    @property
+    def functions_since(self) -> int:
+        """The version at which a resume last changed the reward functions, as
+        `functions_changed_at` tells from the first MAX_PARTS segments; 0 if none did."""
+        return functions_changed_at(self._settings_of_parts())
+
+    def _settings_of_parts(self) -> dict[int, Mapping[str, Any]]:
+        """Returns the version at which a segment began -> its requested settings, of the first
+        MAX_PARTS segments."""
         parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
-        return reward_changed_at({number: self.requested(path.name) for number, path in parts})
+        return {number: self.requested(path.name) for number, path in parts}
 
     def steps(self) -> list[StepLine]:
         """Returns the lines of all steps, in order. An incomplete last line is left out, because
@@ -350,11 +361,14 @@ class StoredRun:
         """Returns the rows (figure, before training, after it, change) of the table that a run
         prints at its end. Without a summary, the rows compare the evaluation before the first step
         with the newest. If a resume changed the reward before the newest evaluation, a mean reward
-        has no change, "". [] if there is no evaluation."""
-        since = self.reward_since
+        has no change, "", and neither has an accuracy that a changed reward function judges. [] if
+        there is no evaluation."""
         newest = max((line.step for line in evaluations.lines), default=0)
+        since = []
+        for version in (self.reward_since, self.functions_since):
+            since.append(version if newest > version else 0)
         before, after = evaluations.before_after(summary)
-        return summary_rows(before, after, since if newest > since else 0)
+        return summary_rows(before, after, *since)
 
     # ---- groups
 
@@ -505,12 +519,16 @@ class Evaluations:
                 curve["n"].append(_rounded_float(questions))
         return curves
 
-    def main_curve(self, reward_since: int = 0) -> tuple[str, dict[str, list[Any]]]:
+    def main_curve(
+        self, reward_since: int = 0, functions_since: int = 0
+    ) -> tuple[str, dict[str, list[Any]]]:
         """Returns (name, curve) of the accuracy on the first data set or, if no set has one, of the
         mean reward; ("", {}) if there is neither.
 
-        `reward_since`: the version at which the reward changed (`reward_changed_at`), or 0. The
-        curve of a mean reward begins after it, because earlier values are of another reward."""
+        `reward_since`, `functions_since`: the versions at which the reward and its functions
+        changed (`reward_changed_at`, `functions_changed_at`), or 0. The curve of a figure that
+        depends on them begins after that (`compared_since`), because earlier values are of another
+        reward."""
         curves = self.curves()
         names = [name for name in curves if name.endswith("/accuracy")]
         names += [name for name in curves if name.endswith("/mean_reward")]
@@ -518,9 +536,12 @@ class Evaluations:
             return "", {}
         name = names[0]
         curve = curves[name]
-        if name.endswith("/accuracy") or not reward_since:
+        data_set, _, figure = name.removeprefix("evaluate/").rpartition("/")
+        newest = self.by_version()[curve["x"][-1], data_set]
+        since = compared_since(figure, newest, reward_since, functions_since)
+        if not since:
             return name, curve
-        kept = [step > reward_since for step in curve["x"]]
+        kept = [step > since for step in curve["x"]]
         return name, {key: list(compress(values, kept)) for key, values in curve.items()}
 
 
@@ -791,19 +812,29 @@ def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
 
     `parts`: version at which a segment began -> its settings (dotted key -> value); a missing key
     has its default."""
-    defaults = {}
-    for name, key in keys_of(Config).items():
-        if "rewards" in stages_of(name):
-            defaults[name] = key.default
+    return _changed_at(parts, [name for name in keys_of(Config) if "rewards" in stages_of(name)])
+
+
+def functions_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
+    """Returns the version at which a run was last resumed with other reward functions, which may
+    say which answers are right (`acc`); 0 if it never was. Their weights, and penalties, judge no
+    answer. `parts`: as in `reward_changed_at`."""
+    return _changed_at(parts, ["reward.functions"])
+
+
+def _changed_at(parts: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> int:
+    """Returns the version at which a run was last resumed with another value of one of the keys
+    `names`; 0 if it never was. `parts`: as in `reward_changed_at`."""
+    keys = keys_of(Config)
     since = 0
     before = None
     for number, settings in sorted(parts.items()):
-        reward = {name: settings.get(name, default) for name, default in defaults.items()}
-        reward = json_ready(reward)  # a list in a file is a tuple in the schema
+        values = {name: settings.get(name, keys[name].default) for name in names}
+        values = json_ready(values)  # a list in a file is a tuple in the schema
         # The first segment has nothing before it from which it could differ.
-        if before is not None and reward != before:
+        if before is not None and values != before:
             since = number
-        before = reward
+        before = values
     return since
 
 

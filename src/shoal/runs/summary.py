@@ -74,6 +74,11 @@ def step_texts(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
     return figures
 
 
+ACCURACY_BY = "accuracy_by"
+"""A text among an evaluation's figures: `reward` if a reward function says which answers are right;
+absent if the task does."""
+
+
 def version_text(version: int) -> str:
     """Returns a text for a version of the weights: "before training", "after step 20"."""
     return f"after step {version}" if version else "before training"
@@ -89,6 +94,7 @@ _ABOUT = (
     "protocol",
     "data",
     "accuracy_interval",
+    ACCURACY_BY,
     "accuracy_any_form",
     "sampled_protocol",
     "sampled_num_questions",
@@ -191,6 +197,7 @@ def summary_rows(
     before: Mapping[str, Mapping[str, Any]],
     after: Mapping[str, Mapping[str, Any]],
     reward_since: int = 0,
+    functions_since: int = 0,
 ) -> list[tuple[str, str, str, str]]:
     """Returns the rows of the table before and after training: (name, before, after, change), all
     texts. The name includes the data set, and for its main figure protocol and number of questions:
@@ -198,8 +205,8 @@ def summary_rows(
 
     `before`, `after`: data set -> figures. A figure that one of them lacks is "-" there. Lengths,
     truncation, each function's mean reward and values that are no numbers are left out.
-    `reward_since`: the version at which the reward was changed, or 0; a mean reward then has no
-    change, ""."""
+    `reward_since`, `functions_since`: the versions at which the reward and its functions were
+    changed, or 0; a figure that depends on them (`compared_since`) then has no change, ""."""
     rows = []
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
@@ -216,8 +223,9 @@ def summary_rows(
             elif name.startswith(_SAMPLED):
                 notes = _sampled_questions(about)
             change = _change(name, old.get(name), new.get(name))
-            if reward_since > 0 and name == "mean_reward":
-                notes.append(f"another reward since step {reward_since}")
+            since = compared_since(name, {**old, **new}, reward_since, functions_since)
+            if since > 0:
+                notes.append(f"another reward since step {since}")
                 change = ""
             title = f"{subset} {name.replace('_', ' ')}"
             if notes:
@@ -226,6 +234,26 @@ def summary_rows(
             new_text = figure_text(name, new[name]) if name in new else "-"
             rows.append((one_line(title), old_text, new_text, change))
     return rows
+
+
+_OF_REWARD = ("mean_reward", "best_reward", "sampled_mean_reward")
+_OF_VERDICTS = ("accuracy", "sampled_accuracy", "pass@", "maj@")
+
+
+def compared_since(
+    name: str, figures: Mapping[str, Any], reward_since: int, functions_since: int
+) -> int:
+    """Returns the version after which evaluations have comparable values of the figure `name`; 0 if
+    all do. A reward, of all questions or of one source, is comparable since the reward was last
+    changed (`reward_since`, 0 if never). So are accuracy, pass@k and maj@k since the reward
+    functions were (`functions_since`), if one of these says which answers are right.
+
+    `figures`: those of the data set, which say who judges."""
+    if name.partition("/")[0] in _OF_REWARD:
+        return reward_since
+    if name.startswith(_OF_VERDICTS) and ACCURACY_BY in figures:
+        return functions_since
+    return 0
 
 
 def _protocol_and_questions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -259,11 +287,16 @@ def _change(name: str, old: Any, new: Any) -> str:
     return sign + number_text(difference)
 
 
-def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> str:
+def curve_text(
+    evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]],
+    reward_since: int = 0,
+    functions_since: int = 0,
+) -> str:
     """Returns a line with the main figure of a run's evaluations, by version, with at most 13
     points, the first and the last always; "" if there are fewer than three evaluations. The main
     figure is the accuracy on the first data set, else its mean reward. `evaluations`: version ->
-    data set -> figures.
+    data set -> figures; those before the change of a reward are left out where the figure is not
+    comparable (`reward_since`, `functions_since`: as in `compared_since`).
 
     >>> curve_text({step: {"held_out": {"accuracy": 0.37 + step / 200}} for step in (0, 20, 40)})
     'held_out accuracy by step: 0: 37.0%, 20: 47.0%, 40: 57.0%'
@@ -272,7 +305,10 @@ def curve_text(evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> st
     for version, sets in sorted(evaluations.items()):
         if sets:
             main_set, figures = next(iter(sets.items()))
-            points.append((version, main_set, figures))
+            name = "accuracy" if "accuracy" in figures else "mean_reward"
+            since = compared_since(name, figures, reward_since, functions_since)
+            if version > since or not since:
+                points.append((version, main_set, figures))
     if len(points) < 3:  # the table of before and after says the same
         return ""
     # The evaluations before and after training may have more questions than those between.

@@ -23,6 +23,7 @@ from shoal.runs.metrics import (
     standard_error,
     wilson_interval,
 )
+from shoal.runs.summary import ACCURACY_BY
 from shoal.tasks.task import Task
 from shoal.text import count, exact
 from shoal.trainer.prompts import TokenizedExample
@@ -194,16 +195,16 @@ def make_evaluator(
 
 def score_answers(groups: Sequence[Group], task: Task, protocol: str = "greedy") -> dict[str, Any]:
     """Returns figures of answers by name, each a mean over all answers to a question and over the
-    questions: `accuracy` and `accuracy_interval` if the answers have verdicts, the task's own
-    figures, `well_formed` (the share of answers in the form that the task requires, if it requires
-    one), `mean_reward`, the mean of each function as `rewards/<name>`, the mean of each number that
-    functions stored with the answers as `rewards/logged/<name>` (such as `acc` of verl's
-    functions), `mean_length` in sampled tokens, and `truncated` (the share of answers that reached
-    the limit). If questions have several answers, pass@k and maj@k of them follow, with their
-    errors (`_figures_of_samples`), or without verdicts `best_reward`, the mean of the highest
-    reward of each question. If the questions have several values in the column `data_source`, the
-    figures of each follow (`_figures_by_source`). Without groups there are only `num_questions`, 0,
-    and `protocol`.
+    questions: `accuracy` and `accuracy_interval` if the answers have verdicts, `accuracy_by` if
+    these are what a reward function logged as `acc`, the task's own figures, `well_formed` (the
+    share of answers in the form that the task requires, if it requires one), `mean_reward`, the
+    mean of each function as `rewards/<name>`, the mean of each number that functions stored with
+    the answers as `rewards/logged/<name>` (such as `acc` of verl's functions), `mean_length` in
+    sampled tokens, and `truncated` (the share of answers that reached the limit). If questions have
+    several answers, pass@k and maj@k of them follow, with their errors (`_figures_of_samples`), or
+    without verdicts `best_reward`, the mean of the highest reward of each question. If the
+    questions have several values in the column `data_source`, the figures of each follow
+    (`_figures_by_source`). Without groups there are only `num_questions`, 0, and `protocol`.
 
     `groups`: a group for each question, all of one size. `protocol`: a text that says how the
     answers were sampled."""
@@ -222,6 +223,8 @@ def score_answers(groups: Sequence[Group], task: Task, protocol: str = "greedy")
         # Questions are independent, answers to one question are not. So the interval is that of one
         # answer a question, which is never too narrow.
         figures["accuracy_interval"] = list(wilson_interval(right / size, total))
+        if not task.judges:
+            figures[ACCURACY_BY] = "reward"
     # The task judges the texts again, because a reward may be a mixture, and IFEval has four
     # verdicts on one answer.
     if task.figures is not None and task.verdict is not None:

@@ -55,7 +55,7 @@ def overview(
     after version `reward_since` (`run.reward_since`)."""
     since = run.reward_since
     evaluated = evaluations.curves()
-    main_figure, main_curve = evaluations.main_curve(since)
+    main_figure, main_curve = evaluations.main_curve(since, run.functions_since)
     names = list(curves.columns) + list(evaluated)
     shown_events = list(happened(run, events, curves, evaluations))
     shown_events.sort(key=lambda event: event["step"])
@@ -176,7 +176,7 @@ def home_row(
     verdict: from the curves and `paired` (as in `overview`), without events and weights
     """
     since = run.reward_since
-    figure, curve = evaluations.main_curve(since)
+    figure, curve = evaluations.main_curve(since, run.functions_since)
     num_points = len(curve.get("x", ()))
     if num_points > 2:
         shown_curve = curve
@@ -320,14 +320,16 @@ def before_after(
     unknown. `paired`: the change of the main figure, if that is a mean reward. Returns [], and adds
     a problem to the run, if the evaluations are damaged."""
     curves = evaluations.curves()
-    main_figure, _ = evaluations.main_curve(run.reward_since)
+    main_figure, _ = evaluations.main_curve(run.reward_since, run.functions_since)
     rows: list[list[Any]] = []
     try:
         for row in run.before_after(evaluations, run.summary()):
             # row[0] is a title such as "held_out mean reward (greedy, 500 questions)"
             data_set, figure, *_ = row[0].replace("mean reward", "mean_reward").split()
             name = f"evaluate/{data_set}/{figure}"
-            if name == main_figure and figure == "mean_reward":
+            if not row[3]:  # not comparable, or one of the two is lacking
+                change = None
+            elif name == main_figure and figure == "mean_reward":
                 change = paired
             else:
                 change = accuracy_change(curves.get(name, {}))

@@ -194,7 +194,7 @@ def test_failures_are_counted_apart_from_none(run, policy, nothing, unscorable):
         under(run, "shy")["lint"]["none"] == {"shy": 4}
         and under(run, "shy")["lint"]["unscorable"] == 4
     )
-    with pytest.raises(ShoalError, match="no b"):
+    with pytest.raises(ShoalError, match="in step 1 raised ValueError: no b"):
         under(run, "broken")
 
 

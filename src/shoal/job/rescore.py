@@ -32,7 +32,15 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.config.train import Config
 from shoal.job.task import find_functions, load_task, with_overlong
-from shoal.records import GOLD_COLUMNS, Example, Failure, RewardFunction, ShoalError, ground_truth
+from shoal.records import (
+    GOLD_COLUMNS,
+    Example,
+    Failure,
+    Purpose,
+    RewardFunction,
+    ShoalError,
+    ground_truth,
+)
 from shoal.report.console import Console
 from shoal.rewards.loading import name_functions
 from shoal.rewards.pool import RewardPool
@@ -235,6 +243,7 @@ def rescore_step(
         groups[0].step,
         messages=messages,
         num_turns=num_turns,
+        purpose=groups[0].purpose,
     )
     seconds = time.perf_counter() - started
     weights = {function.name: function.weight for function in pool.functions}
@@ -446,13 +455,15 @@ def score_texts(
     progress: Callable[[int, int], None] = _no_progress,
     messages: Sequence[Sequence[Sequence[Mapping[str, Any]]]] = (),
     num_turns: Sequence[Sequence[int]] = (),
+    purpose: Purpose | None = None,
 ) -> list[Scores]:
     """Scores groups of completions in the pool, waits for all of them, and returns the scores of
     each group, arrays [1, G], in the order of `examples`. `texts` [P][G], `token_ids` [P][G][T]:
     each group's completions. `step`: the run's step, which functions may ask for. `progress` is
     called with the number of groups that are done and of all. The pool stays open. `messages`,
     [P][G]: the dialogue of each rollout with turns, empty for others. `num_turns`, [P][G]: their
-    numbers of turns; () if each has one."""
+    numbers of turns; () if each has one. `purpose`: what a run sampled them for, for messages; None
+    if no run did."""
     scores: dict[Any, Scores] = {}
 
     def take(wait: bool) -> None:
@@ -475,6 +486,7 @@ def score_texts(
             step,
             messages=turns,
             num_turns=[num_turns[number]] if num_turns else (),
+            purpose=purpose,
         )
         take(wait=False)
     while len(scores) < len(examples):

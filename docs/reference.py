@@ -759,6 +759,12 @@ _PLACES = (
     ),
     ("TorchRL's `--config-name grpo_gsm8k`, `grpo_ifeval`", "the presets of these names"),
     (
+        "verl's `ppo_trainer`, `ppo_megatron_trainer`, `dapo_trainer`, or a file that one of them "
+        "names, in the `defaults` of your file",
+        "verl's own defaults, the preset `verl`, unless you have a file of that name beside it; "
+        "`hydra.searchpath` has no effect",
+    ),
+    (
         "a system's defaults, with your own model and data",
         "`recipe=maxtext`, `recipe=tunix`, `recipe=torchrl`, `recipe=trl`, `recipe=verl`, "
         "`recipe=scalerl`, `recipe=prime-rl`; `recipe=verl` sets those of verl's file with "

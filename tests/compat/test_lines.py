@@ -306,6 +306,68 @@ def test_the_own_file_of_verls_script_is_its_defaults(words, tmp_path, monkeypat
     assert config.batch.prompts_per_step == 16
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "ppo_trainer",
+        "ppo_trainer.yaml",
+        "/ppo_megatron_trainer",
+        "ppo_trainer@_here_",
+        "actor/dp_actor@actor_rollout_ref.actor",
+    ],
+)
+def test_verls_own_file_in_defaults_is_its_defaults(entry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    head = "hydra: {searchpath: [pkg://verl.trainer.config]}\n"
+    body = "data: {train_batch_size: 16}\nalgorithm: {adv_estimator: grpo}\n"
+    words = ["model=/m", "steps=1", "optimizer.lr=1e-5"]
+    (tmp_path / "mine.yaml").write_text(f"{head}{body}defaults: ['{entry}', _self_]\n")
+    config, _ = compose("train", ["mine.yaml", *words])
+    (tmp_path / "preset.yaml").write_text(f"{body}defaults: [verl, _self_]\n")
+    expected, _ = compose("train", ["preset.yaml", *words])
+    assert config == expected and config.recipe == "verl" and config.batch.prompts_per_step == 16
+    script = shim_argv("verl", ["--config-path=.", "--config-name=mine", *words])
+    assert compose("train", script[1:])[0] == expected
+    (tmp_path / "short.yaml").write_text(f"{body}defaults: ['{entry}', _self_]\n")
+    compose("eval", ["short.yaml", "model=/m", "task=gsm8k"])  # it has no preset verl
+    # A file of the user has precedence.
+    stem = entry.removesuffix(".yaml")
+    if stem == "ppo_trainer":
+        (tmp_path / "ppo_trainer.yaml").write_text("data: {max_response_length: 77}\n")
+        config, _ = compose("train", ["short.yaml", *words])
+        assert config.recipe == ""
+
+
+def test_dapos_own_file_as_verl_has_it(tmp_path):
+    """Its gen_batch_size refers to a name of ppo_trainer.yaml."""
+    file = tmp_path / "dapo_trainer.yaml"
+    file.write_text(
+        "hydra: {searchpath: ['file://verl/trainer/config']}\n"
+        "defaults: [ppo_trainer, _self_]\n"
+        "data: {gen_batch_size: '${data.train_batch_size}'}\n"
+        "algorithm: {filter_groups: {enable: false, metric: null, max_num_gen_batches: 0}}\n"
+    )
+    mini_batch = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
+    for words, prompts in (([], 1024), (["data.train_batch_size=8", mini_batch], 8)):
+        config, _ = compose("train", [str(file), "model=/m", "steps=1", *words])
+        assert config.batch.prompts_per_step == prompts
+
+
+def test_verls_own_files_in_defaults_lie_beneath_the_users(tmp_path):
+    (tmp_path / "base.yaml").write_text("algorithm: {adv_estimator: grpo}\n")
+    file = tmp_path / "mine.yaml"
+    configs = []
+    for entries in ("verl, base", "ppo_trainer, base, legacy_reward_impl", "verl"):
+        file.write_text(f"defaults: [{entries}, _self_]\n")
+        configs.append(compose("train", [str(file), "model=/m"])[0])
+    assert configs[0] == configs[1] != configs[2]
+    file.write_text("defaults: [ppo_trainer, another, _self_]\n")
+    with pytest.raises(
+        ShoalError, match=r"name another, .*put the file there, or remove the entry"
+    ):
+        compose("train", [str(file), "model=/m"])
+
+
 def test_trls_command_takes_the_trainers_that_are_here():
     assert shim_argv("trl", ["rloo", "--beta", "0.1"]) == [
         "train",

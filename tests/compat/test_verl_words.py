@@ -261,6 +261,11 @@ def test_how_a_run_of_verl_is_resumed(tmp_path, monkeypatch):
     assert config.resume == ""
     assert any("counts only with trainer.resume_mode=resume" in line for line in resolved.became)
     assert "needs trainer.resume_from_path" in refusal(by_path, "trainer.resume_from_path=null")
+    _, resolved = compose("train", [PROJECT, EXPERIMENT])
+    assert (
+        "resume is trainer.resume_mode=resume_path trainer.resume_from_path=FOLDER"
+        in add_typed_names("change them with resume=outputs/p/e", resolved)
+    )
     assert "expected one of auto, disable, resume_path" in refusal("trainer.resume_mode=always")
 
 
@@ -814,3 +819,8 @@ def test_a_run_has_its_experiments_name_at_services(tmp_path):
         config, _ = compose("train", words)
         assert reported_name(config, folder) == "e"
     assert reported_name(compose("train", ["run_name=mine/e"])[0], folder) == "mine/e"
+
+
+def test_turns_are_named_where_multi_turn_is_refused():
+    said = refusal("recipe=verl", "actor_rollout_ref.rollout.multi_turn.enable=True")
+    assert "tools=FILE.py:FUNCTION" in said and "rollout=FILE.py:FUNCTION" in said

@@ -56,6 +56,7 @@ train steps=[1,2]                     | whole number
 train steps:5                         | did you mean steps?
 train --steps=                        | steps=''
 train --steps 5x                      | steps='5x'
+train ~trainer.logger                 | Hydra's ~ is not read | trainer.logger=null
 train -- steps=5                      | '--': expected key=value
 export outputs/mine                   | did you mean from=outputs/mine?
 convert outputs/mine                  | did you mean from=outputs/mine?

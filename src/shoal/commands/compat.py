@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.config.arguments import is_file_argument, is_file_option, is_folder_option
 from shoal.config.commands import CompatConfig
+from shoal.config.preset_files import preset_of_own_file
 from shoal.config.stored import require_given
 from shoal.files import check_local, check_writable, write_text
 from shoal.records import ShoalError
@@ -47,8 +48,6 @@ class ScriptShim:
     paths: tuple[str, ...]  # where the script is written, below the folder `to`
     words: tuple[str, ...] = ()  # words that the user's words may override
     configs: tuple[str, ...] = ()  # folders in which the user's YAML files may lie
-    # names of the script's own YAML files, without ending, whose settings the preset has
-    own_files: tuple[str, ...] = ()
     # For a script with subcommands: subcommand -> words for it.
     commands: Mapping[str, tuple[str, ...]] | None = None
     command: str = "train"  # the command of Shoal
@@ -104,16 +103,7 @@ SHIMS: Mapping[str, ScriptShim] = {
     "trl": ScriptShim("trl", ("bin/trl",), commands={"grpo": (), "rloo": ("algorithm=rloo",)}),
     # DAPO's script has main_ppo's flags and defaults, but for the reward manager `dapo`, which
     # subtracts nothing by default.
-    "verl": ScriptShim(
-        "verl",
-        ("verl/trainer/main_ppo.py", "recipe/dapo/main_dapo.py"),
-        own_files=(
-            "ppo_trainer",
-            "ppo_megatron_trainer",
-            "dapo_trainer",
-            "dapo_megatron_trainer",
-        ),
-    ),
+    "verl": ScriptShim("verl", ("verl/trainer/main_ppo.py", "recipe/dapo/main_dapo.py")),
     "verl.model_merger": ScriptShim(
         "",
         ("verl/model_merger/__main__.py",),
@@ -274,7 +264,7 @@ def _without_own_file(words: Sequence[str], shim: ScriptShim) -> list[str]:
         else:
             name = value
     stem = name.removesuffix(".yaml").removesuffix(".yml")
-    if stem not in shim.own_files or (Path(folder) / f"{stem}.yaml").is_file():
+    if preset_of_own_file(stem) != shim.preset or (Path(folder) / f"{stem}.yaml").is_file():
         return list(words)
     return rest
 

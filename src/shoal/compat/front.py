@@ -854,5 +854,8 @@ def add_typed_names(message: str, resolved: Resolved) -> str:
     explained = with_origins(message, resolved.origins)
     if not named:
         return explained
+    if "resume=" in message and named.get("resume") == "trainer.resume_mode":
+        # verl's flag names how to resume; another flag names the run.
+        named["resume"] = "trainer.resume_mode=resume_path trainer.resume_from_path=FOLDER"
     tail = ", ".join(f"{key} is {name}" for key, name in named.items())
     return f"{explained} (in {system}: {tail})"

@@ -1541,7 +1541,8 @@ def verl_gen_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence
     prompts = _prompts_of_step(get)
     is_dynamic = get("algorithm.dynamic_sampling")
     size = prompts  # of a batch
-    if "gen_batch_size" in named:
+    # The reference is left in a file like verl's dapo_trainer.yaml, which does not set that name.
+    if named.get("gen_batch_size", "${data.train_batch_size}") != "${data.train_batch_size}":
         size = to_int("data.gen_batch_size", named["gen_batch_size"])
         if not is_dynamic and prompts is not None and size not in (1, prompts):
             raise ShoalError(

@@ -718,7 +718,10 @@ FLAGS: list[Flag] = [
     ),
     *only("one turn", "single_turn_agent", names=_R + "agent.default_agent_loop"),
     *refused(
-        "one completion for a prompt", _R + "agent.agent_loop_config_path", _R + "multi_turn.enable"
+        "turns come from tools=FILE.py:FUNCTION, environment=FILE.py:CLASS or a rollout function, "
+        "rollout=FILE.py:FUNCTION; docs/agents.md has them",
+        _R + "agent.agent_loop_config_path",
+        _R + "multi_turn.enable",
     ),
     *refused("every row is trained on; shorten the file", "data.train_max_samples"),
     *refused(

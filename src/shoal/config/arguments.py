@@ -438,6 +438,11 @@ def read_argument(config_type: type, argument: str, among: Sequence[str] = ()) -
     if name.startswith("-"):
         name = _option_name(name)
     name = name.lstrip("+").rstrip()
+    if re.match(r"~[^\W\d]", name):  # Hydra's way to remove a name that its files set
+        raise ShoalError(
+            f"{argument}: Hydra's ~ is not read: leave {name[1:]} out where it is set, or, for a "
+            f"flag of another system, write {name[1:]}=null, which keeps its default"
+        )
     flag = front_end().find_flag(config_type, name, value, among) if name else None
     is_option = bool(equals or flag or argument.startswith("-") or name in names_of(config_type))
     if not name or not is_option:

@@ -26,6 +26,46 @@ COMMAND_OF_PRESETS: Mapping[str, str] = {"doctor": "train", "plan": "train"}
 """Command -> the command whose presets it shares."""
 
 
+OWN_FILES: Mapping[str, tuple[str, ...]] = {
+    "verl": (
+        "ppo_trainer",
+        "ppo_megatron_trainer",
+        "dapo_trainer",
+        "dapo_megatron_trainer",
+        # What ppo_trainer.yaml itself names in its `defaults`.
+        "legacy_reward_impl",
+        "actor/dp_actor",
+        "actor/megatron_actor",
+        "algorithm/rollout_correction",
+        "critic/dp_critic",
+        "critic/megatron_critic",
+        "data/legacy_data",
+        "model/hf_model",
+        "ref/dp_ref",
+        "ref/megatron_ref",
+        "reward/reward",
+        "rollout/rollout",
+    ),
+}
+"""Preset of another system -> the names of that system's own YAML files, without ending, whose
+settings the preset has."""
+
+
+def preset_of_own_file(name: str) -> str:
+    """Returns the name of the preset that has the settings of another system's own file
+    (OWN_FILES); '' if none has. `name`: the file's name with or without ending, or an entry of
+    Hydra's `defaults`, which may begin with `/` and end with `@` and the place of its settings.
+
+    >>> preset_of_own_file("/ppo_trainer@_here_")
+    'verl'
+    """
+    stem = name.partition("@")[0].removeprefix("/").removesuffix(".yaml").removesuffix(".yml")
+    for preset, files in OWN_FILES.items():
+        if stem in files:
+            return preset
+    return ""
+
+
 def preset_folders(folder: str) -> tuple[Path, ...]:
     """Returns the folders, Shoal's and the other systems', with the presets of a command, or of
     `recipe` or `algorithm`; for training also that of the recipes. A folder may be missing."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from shoal.config.arguments import Setting, make_setting
 from shoal.config.key import text_of
-from shoal.config.preset_files import packaged, presets_of
+from shoal.config.preset_files import packaged, preset_of_own_file, presets_of
 from shoal.records import ShoalError
 
 
@@ -22,8 +22,10 @@ def read_files(
     """Returns (file, its settings) for the files in the `defaults` of a file and for the file
     itself, lowest first. `_self_` in `defaults` is the place of the file itself, by default the
     last; entries `override ...` and mappings are skipped. An entry is a file in the same folder,
-    with or without its ending, or else a preset of the command. The origin of each setting is
-    `FILE:LINE`. A file that two `defaults` lead to is listed twice.
+    with or without its ending, or else a preset of the command; the own file of another system
+    (`preset_of_own_file`) is the preset that has its settings, which is listed once, and is skipped
+    if the command has no such preset. The origin of each setting is `FILE:LINE`. Another file that
+    two `defaults` lead to is listed twice.
 
     `is_key`: True for the name of a key, whose value may be a mapping; `above`: the files whose
     `defaults` led here, to find circles. Raises ShoalError if a file is missing or cannot be read,
@@ -52,11 +54,17 @@ def read_files(
             files.append((file, own))
             continue
         lower = _file_beside(file, item) or packaged(command, item)
+        preset = preset_of_own_file(item)
+        if lower is None and preset:
+            lower = packaged(command, preset)
+            if lower is None or lower in [path for path, _ in files]:
+                continue
         if lower is None:
-            presets = ", ".join(presets_of(command)) or "it has none"
+            presets = ", ".join(presets_of(command)) or "none"
             raise ShoalError(
                 f"{file}: its `defaults` name {item}, which is not a file in {file.parent} and no "
-                f"preset of {command or 'this command'}: {presets}"
+                f"preset of {command or 'this command'}: put the file there, or remove the entry; "
+                f"the presets are {presets}"
             )
         files += read_files(command, lower, is_key, (*above, file))
     return files

@@ -339,6 +339,15 @@ def test_without_evaluations_all_rows_are_trained_on(tmp_path, typed, hold_out, 
         assert "became train.evaluate_every=-1, task.hold_out=false: there is no eval" in line
 
 
+def test_a_part_of_an_epochs_last_step_is_a_step(tmp_path):
+    """transformers rounds the steps of a run up, `num_train_epochs` x those of an epoch."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(50)))
+    words = ["task=custom", f"task.path={rows}", "batch.prompts_per_step=2", "eval_strategy=no"]
+    config, _ = compose("train", [*words, "num_train_epochs=1.5"])
+    assert config.steps == 38  # 1.5 x 25
+
+
 @pytest.mark.parametrize("from_python", [False, True])
 def test_the_rows_are_read_once_for_all_flags_that_count_them(tmp_path, monkeypatch, from_python):
     """A large file takes a while to read, and its prompts to measure."""

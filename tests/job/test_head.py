@@ -210,7 +210,7 @@ def test_the_head_says_what_of_a_model_with_experts_a_token_has(tmp_path, target
         ("torchrl", "TorchRL counts 8 dialog turns a batch, 16 in all, 2 updates of 8"),
         ("maxtext", "MaxText counts 8 sequences a step of at most 212 tokens: 1,696 tokens"),
         ("tunix", "Tunix counts 2 prompts a batch, 8 completions in mini-batches of 8"),
-        ("trl", "TRL counts a generation_batch_size of 8, and max_steps=2 of 8 completions"),
+        ("trl", "in TRL's words: generation_batch_size=8, max_steps=2, each of 8 completions"),
         ("verl", "in verl's words: train_batch_size=2, ppo_mini_batch_size=1, 4 updates in all"),
     ],
 )

@@ -1098,7 +1098,7 @@ def _steps_of_epoch(rows: int, prompts: int, get: GetValue) -> int:
 def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the length of a run in verl and TRL, a number of passes over the training rows
     (without those held out), to steps, at least 1. As there, the steps of an epoch are rounded up
-    in supervised fine-tuning, and down in reinforcement learning. Reads the data to count its rows,
+    in supervised fine-tuning, and down in reinforcement learning, and those of the run up. Reads the data to count its rows,
     without those whose prompts are dropped; if they are not here, sets nothing and says how to
     compute the steps. ShoalError if batch.prompts_per_device needs a number of devices that the
     keys leave open."""
@@ -1121,8 +1121,7 @@ def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
 
     def steps_of(prompts: int) -> int:
         """Returns the number of steps in the run if a step has this many prompts."""
-        steps = epochs * _steps_of_epoch(rows, prompts, get)
-        return max(1, math.ceil(steps) if rounds_up else int(steps))
+        return max(1, math.ceil(epochs * _steps_of_epoch(rows, prompts, get)))
 
     noun = "epoch" if epochs == 1 else "epochs"
     sentence = f"{exact(epochs)} {noun} of {rows:,} training rows {training.place}"

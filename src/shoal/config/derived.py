@@ -310,7 +310,7 @@ THEIR_SIZES = {
     "{tokens:,} tokens",
     "tunix": "Tunix counts {prompts:,} prompts a batch, {completions:,} completions in "
     "mini-batches of {each:,}",
-    "trl": "TRL counts a generation_batch_size of {completions:,}, and max_steps={updates:,} of "
+    "trl": "in TRL's words: generation_batch_size={completions}, max_steps={updates}, each of "
     "{each:,} completions",
     "verl": "in verl's words: train_batch_size={prompts}, ppo_mini_batch_size={part}, "
     "{all_updates} in all",

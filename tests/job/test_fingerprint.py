@@ -6,11 +6,15 @@ import hashlib
 import io
 import linecache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shoal.config.sections.train import TrainSection
+from shoal.config.train import Config
+from shoal.job.data_source import for_training
 from shoal.job.fingerprint import _source_digest, compare_facts, fingerprint
-from shoal.records import ShoalError
+from shoal.records import Example, ShoalError
 from shoal.report.console import Console
 from shoal.rewards.loading import load_functions, name_functions
 from shoal.tasks.task import Task
@@ -22,6 +26,9 @@ def exact(completions, **kwargs):
     from grading.rules import points
     return points(completions)
 """
+
+
+DATA = {"data": "4 rows", "training_rows": "4 rows"}
 
 
 def digest(file: Path) -> str:
@@ -55,16 +62,38 @@ def test_a_run_that_has_no_reference_any_more_is_resumed_whatever_its_first_weig
     None
 ):
     """`algorithm.kl_coef=0` is what the error about other reference weights advises."""
-    console, facts = Console(io.StringIO()), {"machine": {}, "data": "4 rows", "rewards": {}}
+    console, facts = Console(io.StringIO()), {"machine": {}, **DATA, "rewards": {}}
     compare_facts(facts | {"reference": "0x1"}, facts, console)
     compare_facts(facts, facts | {"reference": "0x1"}, console)
     with pytest.raises(ShoalError, match=r"checksum 0x1, now 0x2\).*or set algorithm.kl_coef=0"):
         compare_facts(facts | {"reference": "0x1"}, facts | {"reference": "0x2"}, console)
 
 
+def test_data_are_the_same_whether_a_run_evaluates_or_not() -> None:
+    def facts(every: int, prompt: str = "1+1", question: str = "2+2") -> dict[str, Any]:
+        config = Config(train=TrainSection(evaluate_every=every))
+        sets = {"held_out": [Example(1, question)]}
+        task = Task("rows", train=[Example(0, prompt)], evaluations=sets)
+        return fingerprint(for_training(task, config), 0)
+
+    console = Console(io.StringIO())
+    compare_facts(facts(3), facts(-1), console)
+    compare_facts(facts(-1), facts(3), console)
+    # An earlier version saved the digest of the rows alone if the run did not evaluate.
+    earlier = facts(-1) | {"data": facts(-1)["training_rows"]}
+    del earlier["training_rows"]
+    compare_facts(earlier, facts(-1), console)
+    compare_facts(earlier, facts(3), console)
+    for changed in (facts(3, prompt="1+3"), facts(-1, prompt="1+3"), facts(3, question="2+3")):
+        with pytest.raises(ShoalError, match="the training data is not what this run"):
+            compare_facts(facts(3), changed, console)
+    with pytest.raises(ShoalError, match="the training data is not what this run"):
+        compare_facts(earlier, facts(3, prompt="1+3"), console)
+
+
 def test_a_changed_file_is_warned_of_once_for_all_its_functions() -> None:
     written = io.StringIO()
-    saved = {"machine": {}, "data": "4 rows", "rewards": {"exact": "1", "short": "1", "same": "2"}}
+    saved = {"machine": {}, **DATA, "rewards": {"exact": "1", "short": "1", "same": "2"}}
     compare_facts(
         saved,
         saved | {"rewards": {"exact": "3", "short": "3", "same": "2", "new": "3"}},

@@ -1521,6 +1521,15 @@ def test_other_data_is_refused(workshop, stopped, capsys):
         workshop.data.write_text(text)
 
 
+def test_evaluations_are_turned_off_and_on_again(workshop, stopped):
+    """The evaluation sets belong to the data, whether the run evaluates or not."""
+    resume = ("train", f"resume={stopped}")
+    assert cli.main([*resume, "steps=3", "train.evaluate_every=-1"]) == 0
+    assert cli.main([*resume, "steps=4", "train.evaluate_every=4"]) == 0
+    evaluated = [line["step"] for line in read_lines(stopped / "evaluations.jsonl")]
+    assert evaluated[0] == 0 and set(evaluated) == {0, 4}
+
+
 @pytest.mark.slow
 def test_another_machine_and_another_reward_are_said(workshop, stopped, capsys):
     file = stopped / "checkpoints" / "2" / "extra" / "metadata"

@@ -35,19 +35,19 @@ def up_to_answer(example: Example) -> Example:
 
 
 def for_training(task: Task, config: Config) -> Task:
-    """Returns the task as a training run uses it: without evaluation sets if `evaluate_every` is
-    negative; if the data's answers are learned, with prompts that end before the assistant's first
-    turn. In that case a note is added if rows have empty answers, and ShoalError is raised if rows
-    have nothing to learn. If there are no evaluation sets then, the task's own notes and the
-    held-out files of its report are dropped. ShoalError if the run evaluates, and
-    `task.hold_out=false` leaves no rows to evaluate on."""
+    """Returns the task as a training run uses it: if `evaluate_every` is negative, the evaluation
+    sets are moved to `unused_evaluations`; if the data's answers are learned, prompts end before
+    the assistant's first turn. In that case a note is added if rows have empty answers, and
+    ShoalError is raised if rows have nothing to learn. If there are no evaluation sets then, the
+    task's own notes and the held-out files of its report are dropped. ShoalError if the run
+    evaluates, and `task.hold_out=false` leaves no rows to evaluate on."""
 
     def example_of(row: int) -> Example:
         return up_to_answer(task.train[row])
 
     changed = task
     if config.evaluate_every < 0:
-        changed = replace(task, evaluations={})
+        changed = replace(task, evaluations={}, unused_evaluations=task.evaluations)
     elif not (task.evaluations or config.task.hold_out):
         raise ShoalError(
             f"task.hold_out=false leaves no rows to evaluate on, and "

@@ -43,9 +43,10 @@ def fingerprint(
     hold: the machine, a digest of the data, digests of the reward functions, tools, environments
     and the user's advantage function, and checksums of the weights that training does not change
     (`reference`, `teachers`; `base`: the weights under an adapter, with `base_types`; `critic`:
-    those under the critic's adapter, if they are others). The keys are `machine`, `data`, `rewards`
-    (function -> digest) and, for models that are given, `base`, `base_types`, `reference`,
-    `teacher` and `critic`. Checksums of models that are not given are left out."""
+    those under the critic's adapter, if they are others). The keys are `machine`, `data` (training
+    rows and evaluation sets), `training_rows` (without these sets), `rewards` (function -> digest)
+    and, for models that are given, `base`, `base_types`, `reference`, `teacher` and `critic`.
+    Checksums of models that are not given are left out."""
     from shoal.weights.checksum import types_text, weights_text
 
     # Functions that score answers; tools and environments, which answer the model; advantages.
@@ -57,9 +58,11 @@ def fingerprint(
     if own_advantage is not None:
         name = f"advantage {own_advantage.name}"
         functions.append(RewardFunction(name, own_advantage.function))
+    rows, data = data_digests(task, seed)
     facts: dict[str, Any] = {
         "machine": machine(),
-        "data": data_digest(task, seed),
+        "data": data,
+        "training_rows": rows,
         "rewards": {function.name: _source_digest(function) for function in functions},
     }
     if base is not None:
@@ -116,10 +119,11 @@ def package_version(package: str) -> str:
         return "none"
 
 
-def data_digest(task: Task, seed: int) -> str:
-    """Returns a text with the number of training rows and a hash of these and of the evaluation
-    sets. If there are more than MOST_ROWS rows, the hash covers a sample that the seed chooses, and
-    the evaluation sets whole. `seed`: the run's."""
+def data_digests(task: Task, seed: int) -> tuple[str, str]:
+    """Returns two texts with the number of training rows and a hash: the first of these rows alone,
+    the second of them and of the evaluation sets, whether the run evaluates or not. If there are
+    more than MOST_ROWS rows, the hashes cover a sample that the seed chooses, and the evaluation
+    sets whole. `seed`: the run's."""
     count = len(task.train)
     rows = list(range(count))
     if count > MOST_ROWS:
@@ -136,10 +140,13 @@ def data_digest(task: Task, seed: int) -> str:
 
     for row in rows:
         add(task.train[row])
-    for examples in task.evaluations.values():
+    of_rows = f"{count} rows, {hashed.hexdigest()}"
+    # `train.evaluate_every` may change when a run is resumed, so the sets always count.
+    evaluations = task.evaluations or task.unused_evaluations
+    for examples in evaluations.values():
         for example in examples:
             add(example)
-    return f"{count} rows, {hashed.hexdigest()}"
+    return of_rows, f"{count} rows, {hashed.hexdigest()}"
 
 
 def _source_digest(reward: RewardFunction) -> str:
@@ -198,7 +205,8 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
     compared."""
     from shoal.weights.checksum import same_weights
 
-    if saved["data"] != now["data"]:
+    # If a run did not evaluate, earlier versions of Shoal saved the digest of its rows alone.
+    if saved["data"] not in (now["data"], now["training_rows"]):
         raise ShoalError(
             f"the training data is not what this run was started with (it had {saved['data']}, now "
             f"{now['data']}): restore the old data, or start a new run from its weights"

@@ -290,10 +290,9 @@ class Job(StagedJob):
     def loaded_task(self) -> Task:
         """Loads the task and returns it: its questions, its own reward functions, and the tools and
         environments of the section `environment`. The task is the one passed from Python or else
-        the one that `task.name` names. For training it has no evaluation sets if `evaluate_every`
-        is negative, and prompts that end before the first answer if the data's answers are learned;
-        other commands read data for an evaluation alone. Prints the task's notes. ShoalError if the
-        task or its data is wrong."""
+        the one that `task.name` names. For training it is changed by `for_training`; other commands
+        read data for an evaluation alone. Prints the task's notes. ShoalError if the task or its
+        data is wrong."""
         c = self.requested
         with nullcontext() if self.trains else evaluating():
             task = self._given_task or load_questions(c.task, c.reward)

@@ -117,6 +117,9 @@ class Task:
     """Lines that the run prints about how the data was read, such as which rows are held out."""
     data: DataReport = field(default_factory=DataReport)
     """The files that were read, with their rows, and the training rows that were dropped."""
+    unused_evaluations: Mapping[str, Sequence[Example]] = field(default_factory=dict)
+    """The evaluation sets of a run that does not evaluate, whose `evaluations` are empty. The
+    digest of the run's data covers them."""
 
     @property
     def judges(self) -> bool:

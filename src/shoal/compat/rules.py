@@ -1098,10 +1098,10 @@ def _steps_of_epoch(rows: int, prompts: int, get: GetValue) -> int:
 def epochs(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts the length of a run in verl and TRL, a number of passes over the training rows
     (without those held out), to steps, at least 1. As there, the steps of an epoch are rounded up
-    in supervised fine-tuning, and down in reinforcement learning, and those of the run up. Reads the data to count its rows,
-    without those whose prompts are dropped; if they are not here, sets nothing and says how to
-    compute the steps. ShoalError if batch.prompts_per_device needs a number of devices that the
-    keys leave open."""
+    in supervised fine-tuning, and down in reinforcement learning, and those of the run up. Reads
+    the data to count its rows, without those whose prompts are dropped; if they are not here, sets
+    nothing and says how to compute the steps. ShoalError if batch.prompts_per_device needs a number
+    of devices that the keys leave open."""
     name, text = last_of(given)
     epochs = to_float(name, text)
     each = get("batch.prompts_per_device")  # 0: not set

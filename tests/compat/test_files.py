@@ -468,6 +468,22 @@ def test_references_are_to_final_values(tmp_path, monkeypatch):
         compose("train", [str(file)])
 
 
+def test_references_of_other_systems_files_are_to_final_values_too(tmp_path):
+    """verl resolves them after the command line: one update of 8 prompts, not two of 4."""
+    mini_batch = "ppo_mini_batch_size: '${data.gen_batch_size}'"
+    lower = tmp_path / "lower.yaml"
+    lower.write_text(
+        f"actor_rollout_ref: {{actor: {{{mini_batch}}}}}\n"
+        "data: {gen_batch_size: '${data.train_batch_size}', train_batch_size: 4}\n"
+    )
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [lower, _self_]\ndata: {train_batch_size: 12}\n")
+    for typed, prompts in (([], 12), (["data.train_batch_size=8"], 8)):
+        config, _ = compose("train", ["recipe=verl", str(file), *typed])
+        assert config.batch.prompts_per_step == prompts
+        assert config.algorithm.num_minibatches == 1
+
+
 def test_a_file_of_another_system_over_a_recipe_is_said(tmp_path):
     file = tmp_path / "mine.yml"
     file.write_text(

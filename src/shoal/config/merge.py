@@ -166,7 +166,7 @@ def users_layers(
             label = STORED
         elif is_packaged(file):
             label = f"preset {file.stem}"
-        layers += file_layers(config_type, file, label)
+        layers += file_layers(config_type, file, label, arguments.settings)
     return [*layers, Layer(_without_references(config_type, arguments.settings, layers))], file
 
 
@@ -181,16 +181,6 @@ def _without_references(
     for layer in lower:
         values.update((setting.name, setting.value) for setting in layer.settings)
     values.update((setting.name, setting.value) for setting in settings)
-
-    def resolved(name: str, above: tuple[str, ...] = ()) -> Any:
-        """Returns the value of a name without references; `above`: the names that led here."""
-        value = values[name]
-        if not is_interpolated(value):
-            return value
-        if name in above:
-            raise ShoalError(f"{name}={text_of(value)} refers to itself")
-        return interpolate(name, value, lambda other: resolved(other, (*above, name)))
-
     names = names_of(config_type)
     replaced = []
     for setting in settings:
@@ -198,9 +188,21 @@ def _without_references(
         if is_interpolated(value) and setting.name not in names:
             flag = front_end().find_flag(config_type, setting.name, value, list(values))
             if flag and flag.keys:
-                value = resolved(setting.name)
+                value = _resolved(setting.name, values)
         replaced.append(replace(setting, value=value))
     return replaced
+
+
+def _resolved(name: str, values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Any:
+    """Returns the value of a name with its references replaced, and those of the values that it
+    refers to. `values`: the value of each name, as written; `above`: the names that led here.
+    ShoalError for a name that has no value, and for one that refers to itself."""
+    value = values[name]
+    if not is_interpolated(value):
+        return value
+    if name in above:
+        raise ShoalError(f"{name}={text_of(value)} refers to itself")
+    return interpolate(name, value, lambda other: _resolved(other, values, (*above, name)))
 
 
 def named_layers(config_type: type, key: str, name: str, where: str = "") -> list[Layer]:
@@ -218,23 +220,31 @@ def named_layers(config_type: type, key: str, name: str, where: str = "") -> lis
     return file_layers(config_type, file, f"{folder} {name}")
 
 
-def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
+def file_layers(
+    config_type: type, file: Path, label: str, line: Sequence[Setting] = ()
+) -> list[Layer]:
     """Reads a YAML file and the files in its `defaults` into layers, lowest first. Layers of
     packaged presets have `is_users` False. Leaves out empty sections and, for other commands than
     training, the keys that only training reads; these are listed in `Layer.skipped`. `label`: the
     label of all layers and the origin of all settings, like `recipe trl`. If it is empty, the
     layers have the path of `file` as label, and the origin of each setting is its file and line.
+    `line`: the settings of the command line, whose values the files' references get as well.
     Raises ShoalError if a file is missing or cannot be read."""
     layers = []
     keys = {ABOUT, *keys_of(config_type)}
     sections = sections_of(config_type) | sections_of(Config)
-    for path, settings in read_files(command_of(config_type), file, keys.__contains__):
-        values = {setting.name: setting.value for setting in settings}
+    files = read_files(command_of(config_type), file, keys.__contains__)
+    values: dict[str, Any] = {}  # of each name the highest
+    for _, settings in files:
+        values.update((setting.name, setting.value) for setting in settings)
+    values.update((setting.name, setting.value) for setting in line)
+    for path, settings in files:
         kept = []
         skipped = []
-        about = values.get(ABOUT)
+        about = None
         for setting in settings:
             if setting.name == ABOUT:
+                about = setting.value
                 continue
             if setting.value is None and setting.name in sections:
                 continue
@@ -247,7 +257,7 @@ def file_layers(config_type: type, file: Path, label: str) -> list[Layer]:
             # `Merged.get` replaces them.
             if is_interpolated(value) and setting.name not in names_of(config_type):
                 with contextlib.suppress(ShoalError):  # refused later, if the flag has an effect
-                    value = interpolate(setting.name, value, values.__getitem__)
+                    value = _resolved(setting.name, {**values, setting.name: value})
             kept.append(Setting(setting.name, value, label or setting.origin))
         is_users = not is_packaged(path)
         layers.append(Layer(kept, label or str(file), path, is_users, skipped, about))

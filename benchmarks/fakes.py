@@ -228,7 +228,7 @@ class FakeTrainer:
     ) -> None:
         self.saved = Restored(version, state, json.loads(json.dumps(extra)), dict(published))
 
-    def finish(self, last: int = 0) -> dict[str, Any]:
+    def finish(self, last: int = 0, best: int | None = None) -> dict[str, Any]:
         return {"last": last}
 
     def ignore(self, *args: Any) -> None: ...

@@ -815,7 +815,7 @@ def test_what_was_done_before_a_reward_failed_stays(workshop, base, capsys):
     )
     assert cli.main(words) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "'raises_later' after step 1 raised ValueError: tired for data row " in line
+    assert "'raises_later' in step 2 raised ValueError: tired for data row " in line
     run = workshop.runs / "tired"
     assert [row["step"] for row in metrics(run)] == [1] and len(groups(run, 1)) == 2
     assert not (run / "summary.json").exists() and checkpoints(run) == [1]

@@ -284,7 +284,7 @@ def test_the_checksum_of_frozen_weights_does_not_depend_on_stacks(monkeypatch):
 
 def test_weights_of_an_earlier_versions_fingerprint_are_not_compared():
     written = io.StringIO()
-    facts = {"machine": {}, "data": "4 rows", "rewards": {}}
+    facts = {"machine": {}, "data": "4 rows", "training_rows": "4 rows", "rewards": {}}
     saved_facts = facts | {"base": "0x1"}
     compare_facts(saved_facts, facts | {"base": f"0x2{BY_LAYER}"}, Console(written))
     assert "its checkpoint is from an earlier version" in " ".join(written.getvalue().split())

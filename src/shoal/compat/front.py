@@ -724,6 +724,8 @@ def _overruled_lines(
     is_beside = layer_index == merged.layer_index(setting.key) and other.name not in effect.flags
     if not (setting.yields and is_beside):
         return []
+    if setting.key == "resume":
+        return []  # the other is the folder that the flag was resolved to (`config_for_resume`)
     flags = ", ".join(f"{name}={text}" for name, text in effect.flags.items())
     source = "" if other.name == setting.key else f", from {other.name},"
     reason = f"{setting.key}={text_of(other.value)}{source} counts"

@@ -4,11 +4,13 @@ not lost."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled import call_of
 from small import (
     GEMMA,
     HYBRID,
@@ -24,6 +26,7 @@ from small import (
 )
 from small_engine import play, played_groups, request
 
+from shoal.model.attention.caches import ChunkedCache
 from shoal.model.block import scaled_queries
 from shoal.model.compiler_habits import gated_product
 from shoal.model.linear import Adapted, Biased, Cast, linear, writing_float32
@@ -258,6 +261,28 @@ def test_a_cpu_does_not_convert_what_all_layers_keep_for_each_layer():
     layers = QWEN3.num_layers
     assert re.search(rf"= u16\[{layers},", text)  # what they keep is there
     assert re.findall(rf"bf16\[({layers},[\d,]+)\]\) -> f32\[\1\]", text) == []
+
+
+def test_a_cpu_does_not_convert_a_cache_for_each_token():
+    """The cache of keys is float32: XLA for CPU would convert one of bfloat16 to float32, and back,
+    to write one token into it, and 1,024 tokens would take four times as long."""
+    a = replace(QWEN3, num_layers=1)
+    engine = Engine(
+        Model(a, roles().sampler, jnp.bfloat16),
+        slots=8,
+        group_size=4,
+        max_prompt_tokens=16,
+        max_completion_tokens=192,
+        eos_ids=(),
+    )
+    args, shapes = call_of(engine, "decode")
+    text = engine.programs["decode"].compile(*args, **shapes).as_text()
+    (cache,) = engine.state_shapes().caches
+    assert isinstance(cache, ChunkedCache)
+    for array in (*cache.of_prompts, *cache.of_slots):
+        sizes = ",".join(map(str, array.shape))
+        assert f"f32[{sizes}]" in text
+        assert f"bf16[{sizes}]" not in text
 
 
 @pytest.mark.parametrize("remat", ["dots", "attention", "full"])

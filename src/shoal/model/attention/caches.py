@@ -466,7 +466,7 @@ class KeyCache(SlotKeys):
         """As `SlotKeys.append`. Padding of the context that would be past the end is dropped."""
 
         def append(own: jax.Array, new: jax.Array) -> jax.Array:
-            new = new.swapaxes(1, 2)  # [M, K, C, A]
+            new = new.swapaxes(1, 2).astype(own.dtype)  # [M, K, C, A]
             # A slice past the end would be moved back, over older keys. So it gets room there,
             # which is cut off again.
             longer = jnp.pad(own, ((0, 0), (0, 0), (0, new.shape[2]), (0, 0)))
@@ -791,10 +791,10 @@ class PrefillChunkKeys(NamedTuple):
 def empty(
     model: Model, rows: int, siblings: int, prefix: int, own: int, pages: int = 0
 ) -> tuple[Cache, ...]:
-    """Returns one cache of zeros for each layer, in the type of the computation, for `rows` rows of
-    `siblings` slots. `prefix` and `own` are how many keys of a prompt and of a slot it holds, over
-    all parts of a head. If a kind of layer decodes by pages (`by_pages`), all slots share a pool of
-    `pages` pages; with `pages` 0 each slot has pages of its own, as swapped-out rows have."""
+    """Returns one cache of zeros for each layer, for `rows` rows of `siblings` slots. `prefix` and
+    `own` are how many keys of a prompt and of a slot it holds, over all parts of a head. If a kind
+    of layer decodes by pages (`by_pages`), all slots share a pool of `pages` pages; with `pages` 0
+    each slot has pages of its own, as swapped-out rows have."""
     # The dimensions in front of a page: of one pool, or of each slot's own pages.
     pool = (pages,) if pages else (rows, siblings, own // PAGE)
     caches: list[Cache] = []
@@ -808,6 +808,14 @@ def empty(
         else:
             caches.append(_empty_keys(model, layer, rows, siblings, prefix, own))
     return tuple(caches)
+
+
+def keys_dtype(model: Model) -> Any:
+    """Returns the type of keys and values in caches. It is that of the computation, except on a
+    CPU: there the caches of a computation in bfloat16 hold the same values in float32. XLA for CPU
+    cannot write a part of an array of bfloat16: for each token it would convert the whole cache to
+    float32, and back."""
+    return jnp.float32 if model.writes_float32 else model.dtype
 
 
 def is_ring(model: Model, layer: Layer) -> bool:
@@ -834,22 +842,23 @@ def _empty_keys(
     heads = model.key_heads_of(layer)
     head_dim = model.architecture.head_dim_of(layer)
     of_row = (rows, heads, prefix, head_dim)
+    dtype = keys_dtype(model)
     of_prompts = {
-        "prefix_k": jnp.zeros(of_row, model.dtype),
-        "prefix_v": jnp.zeros(of_row, model.dtype),
+        "prefix_k": jnp.zeros(of_row, dtype),
+        "prefix_v": jnp.zeros(of_row, dtype),
     }
     if model.role.platform == "cpu" and parts == 1 and not is_ring(model, layer):
         size = largest_block(own, max(CHUNK, own // MOST_CHUNKS))
         of_chunk = (rows, siblings, heads, size, head_dim)
         transposed = (rows, siblings, heads, head_dim, size)
-        own_k = tuple(jnp.zeros(transposed, model.dtype) for _ in range(own // size))
-        own_v = tuple(jnp.zeros(of_chunk, model.dtype) for _ in range(own // size))
+        own_k = tuple(jnp.zeros(transposed, dtype) for _ in range(own // size))
+        own_v = tuple(jnp.zeros(of_chunk, dtype) for _ in range(own // size))
         return ChunkedCache(**of_prompts, own_k=own_k, own_v=own_v)
     of_slots = (rows, siblings, heads, own, head_dim)
     arrays = {
         **of_prompts,
-        "own_k": jnp.zeros(of_slots, model.dtype),
-        "own_v": jnp.zeros(of_slots, model.dtype),
+        "own_k": jnp.zeros(of_slots, dtype),
+        "own_v": jnp.zeros(of_slots, dtype),
     }
     return RingCache(**arrays) if is_ring(model, layer) else KeyCache(**arrays, parts=parts)
 

@@ -186,7 +186,9 @@ def _add_keys(
         scores = masked(scores, mask)
 
         def weigh_values(weights: jax.Array) -> jax.Array:
-            return einsum32("...mt,...ta->...ma", weights.astype(v.dtype), v)
+            # A cache may have float32 for the same values (`keys_dtype`); the weights are rounded
+            # as in training.
+            return einsum32("...mt,...ta->...ma", weights.astype(q.dtype), v)
 
         return softmax.add_block(running, scores, weigh_values, jnp.exp)
 

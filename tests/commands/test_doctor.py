@@ -37,7 +37,7 @@ from shoal.checks.reward import (
     ModelText,
     Probe,
     as_model_text,
-    check_first_prompt,
+    check_first_prompts,
     gold_of,
     known_answers,
     model_text_maker,
@@ -837,7 +837,7 @@ def test_the_brief_says_what_the_reward_says(workshop):
     judge = RewardPool(task.rewards, config.reward)
     example = task.train[0]
     first = TokenizedExample(example, tokenizer.encode_prompt(example.prompt))
-    found = check_first_prompt(config, tokenizer, first, judge)
+    found = check_first_prompts(config, tokenizer, {"": first}, judge)
     judge.close()
     assert [(finding.level, finding.text) for finding in found] == [
         ("ok", "right 1.1, wrong 0.1, empty 0, repeated 0, many at once 0")
@@ -853,7 +853,7 @@ def test_a_number_that_chooses_groups_is_one_that_a_function_logs(workshop):
         RewardPool(task.rewards, config.reward) as judge,
         pytest.raises(ShoalError, match="dynamic_sampling_by=pass_rate: no reward function gives"),
     ):
-        check_first_prompt(config, tokenizer, first, judge)
+        check_first_prompts(config, tokenizer, {"": first}, judge)
 
 
 def in_brief(workshop, name: str, *changes: str) -> list[str]:
@@ -865,7 +865,7 @@ def in_brief(workshop, name: str, *changes: str) -> list[str]:
     first = TokenizedExample(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
     with RewardPool(task.rewards, config.reward) as judge:
         result = []
-        for f in check_first_prompt(config, tokenizer, first, judge):
+        for f in check_first_prompts(config, tokenizer, {"": first}, judge):
             if f.level == "warning":
                 result.append(f.text)
         return result

@@ -1237,9 +1237,10 @@ def test_nothing_is_said_on_right_answers_that_nobody_measured(tmp_path):
         viewer.close()
 
 
-def test_several_answers_are_counted_and_few_of_them_by_number(tmp_path):
+@pytest.mark.parametrize("answer", ["<answer>1</answer>", "\\boxed{1}", "Then:\n#### 1\n"])
+def test_several_answers_are_counted_and_few_of_them_by_number(tmp_path, answer):
     def groups(step: int) -> list[Any]:
-        texts = ["<answer>1</answer>"] * 511 + ["<answer>1</answer></answer>"]
+        texts = [answer] * 510 + ["<answer>1</answer></answer>", "#### 1. Eggs\n#### 1"]
         texts[0] = texts[0] * 2 if step == 0 else texts[0]
         return [stored_group(step, 0, [1.0] * 512, texts)]
 

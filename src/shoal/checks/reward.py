@@ -47,6 +47,8 @@ _ANY_ANSWER = "42"
 _OPENED = re.compile(r"(<[^<>/|\s][^<>/|]*>)(\s*)\Z")
 """Matches a tag that a prompt ends with, and the white space after it."""
 _KEY = "reward.functions"
+DATA_SOURCE = "data_source"
+"""The column that says which data set a row is from, in verl's data."""
 
 
 @dataclass(frozen=True)
@@ -504,33 +506,57 @@ def _figures_of_totals(probe: Probe) -> list[Figure]:
     return figures
 
 
-def check_first_prompt(
+def check_first_prompts(
     config: Config,
     tokenizer: Tokenizer,
-    first: TokenizedExample,
+    prompts: Mapping[str, TokenizedExample],
     pool: RewardPool,
     has_calls: bool = False,
 ) -> list[Finding]:
-    """Tries the reward on known answers to the first prompt, before each run. Returns an `ok`
-    finding with their scores, and warnings; nothing if the algorithm uses no rewards.
+    """Tries the reward on known answers before each run. `prompts`: one prompt of each data source,
+    by its name. Returns for each an `ok` finding with the scores, and warnings, which name the
+    source if there are several; nothing if the algorithm uses no rewards.
 
     A reward that fails for some answers is a warning. If a function exceeds its time limit, this
-    warning is the only finding. ShoalError if it cannot work: it breaks the convention, fails for
+    warning is the last finding. ShoalError if it cannot work: it breaks the convention, fails for
     all right answers while `reward.on_error` is `error`, or lacks the number by which
     `algorithm.dynamic_sampling_by` chooses groups. Nothing else may be under way in the pool.
     """
     if not config.algorithm.uses_rewards:
         return []
+    findings = []
+    for source, prompt in prompts.items():
+        of_source = f"{DATA_SOURCE} {source}: " if len(prompts) > 1 else ""
+        found, is_stopped = _check_prompt(config, tokenizer, prompt, pool, has_calls, of_source)
+        for finding in found:
+            findings.append(replace(finding, text=of_source + finding.text))
+        if is_stopped:
+            break
+    return findings
+
+
+def _check_prompt(
+    config: Config,
+    tokenizer: Tokenizer,
+    prompt: TokenizedExample,
+    pool: RewardPool,
+    has_calls: bool,
+    of_source: str,
+) -> tuple[list[Finding], bool]:
+    """Tries the reward on known answers to one prompt. Returns the findings, and whether a function
+    exceeded its time limit. `of_source` begins the text of an error; the rest is as in
+    `check_first_prompts`."""
 
     def prompt_ids_of(_: Example) -> np.ndarray:
-        return first.prompt_ids
+        return prompt.prompt_ids
 
     tried = probe(
-        pool, [first.example], model_text_maker(tokenizer, prompt_ids_of), on_error="skip"
+        pool, [prompt.example], model_text_maker(tokenizer, prompt_ids_of), on_error="skip"
     )
     if tried.useless and config.reward.on_error == "error":
         raise ShoalError(
-            f"{tried.useless[0]}. The function gave no right answer a score. Fix it before the run."
+            f"{of_source}{tried.useless[0]}. The function gave no right answer a score. Fix it "
+            "before the run."
         )
     a = config.algorithm
     if a.dynamic_sampling and not tried.failures:
@@ -542,9 +568,9 @@ def check_first_prompt(
             text += ". No more answers were tried"
         findings.append(Finding("reward", "warning", text, _KEY))
     if tried.stopped:
-        return findings
+        return findings, True
     findings.append(Finding("reward", "ok", tried.describe()))
     for finding in reward_findings(replace(tried, failures=()), has_calls):
         if finding.level != "ok":
             findings.append(finding)
-    return findings
+    return findings, False

@@ -67,7 +67,7 @@ def print_head(job: Job) -> None:
         "first prompt": shorten(text.replace("\n", "\\n"), FIRST_PROMPT),
     }
     if rewards:
-        lines["rewards of known answers"] = rewards[0]
+        lines["rewards of known answers"] = "; ".join(rewards)
     if memory.level == "ok":  # else it is among the warnings
         lines["memory"] = memory.text
     for name, line in lines.items():

@@ -32,7 +32,12 @@ from shoal.budget.shapes import micro_batch_shapes
 from shoal.chat.tokenizer import Tokenizer
 from shoal.chat.tokenizer_files import read_date
 from shoal.checks.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
-from shoal.checks.reward import check_first_prompt, lost_in_decoding, model_text_maker
+from shoal.checks.reward import (
+    DATA_SOURCE,
+    check_first_prompts,
+    lost_in_decoding,
+    model_text_maker,
+)
 from shoal.checks.settings import (
     adapter_warnings,
     check_before_weights,
@@ -179,6 +184,11 @@ SAMPLES_ALONE: Sequence[Command] = ("eval", "generate", "serve")
 WITH_MODEL: Sequence[Command] = ("train", "doctor", "eval", "generate", "serve")
 ESTIMATES: Sequence[Command] = ("train", "doctor", "estimate")
 """Commands whose configuration has the keys of `Config`, so that a training job follows from it."""
+
+SOURCE_ROWS = 256
+"""Training rows that are searched for data sources, on whose prompts the reward is tried."""
+MOST_SOURCES = 4
+"""Data sources on whose prompts the reward is tried."""
 
 
 class Job(StagedJob):
@@ -868,24 +878,48 @@ class Job(StagedJob):
         commands=TRAIN,
     )
     def reward_findings(self) -> list[Finding]:
-        """Scores known answers (right, wrong, empty, ...) to the first prompt, and returns what is
-        found about the reward functions. The findings are also added to the job's. Returns [] for a
-        resumed run, because it was tried when it began; in a dry run with a reward model, because
-        weights are not read; and with environments, because their right answers are not known.
-        ShoalError if the functions cannot work at all."""
+        """Scores known answers (right, wrong, empty, ...) to the first prompt of the run and to one
+        of each other data source, and returns what is found about the reward functions. The
+        findings are also added to the job's. Returns [] for a resumed run, because it was tried
+        when it began; in a dry run with a reward model, because weights are not read; and with
+        environments, because their right answers are not known. ShoalError if the functions cannot
+        work at all."""
         if self.resumed or self.loaded_task.environments:
             return []
         if is_offline() and reward_models(self.reward_functions):
             return []
-        findings = check_first_prompt(
+        findings = check_first_prompts(
             self.config,
             self.tokenizer,
-            self.first_prompt,
+            self._prompts_by_source(),
             self.reward_pool,
             has_calls=bool(self.loaded_task.tools),
         )
         self.findings.extend(findings)
         return findings
+
+    def _prompts_by_source(self) -> dict[str, TokenizedExample]:
+        """Returns the first prompt of the run, and one of each other data source that is among
+        SOURCE_ROWS rows spread over the training data, by the source's name; at most MOST_SOURCES
+        of them."""
+        first = self.first_prompt
+        rows = self.loaded_task.train
+
+        def source_of(example: Example) -> str:
+            return str(example.columns.get(DATA_SOURCE) or "")
+
+        prompts = {source_of(first.example): first}
+        num_rows = min(SOURCE_ROWS, len(rows))
+        for number in np.linspace(0, len(rows) - 1, num_rows).astype(int).tolist():
+            example = rows[number]
+            source = source_of(example)
+            if source in prompts or len(prompts) == MOST_SOURCES:
+                continue
+            try:
+                prompts[source] = TokenizedExample(example, self.encode(example))
+            except ShoalError:
+                continue  # the template refuses this prompt; another check reports it
+        return prompts
 
     @stage(
         "reward",

@@ -21,7 +21,7 @@ from typing import Any
 
 from shoal.runs.diagnosis import ROWS, Card, Figure, Row, figures_with_critic
 from shoal.runs.group_table import GroupFile, GroupTable, column_sql
-from shoal.tasks.graders.answer import extract_answer
+from shoal.tasks.graders.answer import extract_answer, num_behind_hashes
 from shoal.text import count
 
 EXAMPLES = 6
@@ -326,7 +326,7 @@ TEXT_CHECKS: Mapping[str, tuple[str, str]] = {
     "repeated": ("repeat themselves", "Their text shrinks to a fifth when compressed."),
     "many_answers": (
         "give several answers",
-        "They have more than one <answer>: one of them may be right.",
+        "They have more than one <answer>, box or `####`: one of them may be right.",
     ),
 }
 """Name of a check, which is also the kind of its finding -> (what the completions do that fail it,
@@ -498,7 +498,7 @@ def _failed_checks(
       are answers
     wrong_best: it is wrong, and its reward is at least `best_right`
     repeated: see `repeats`; not for a text of fewer than REPEATED_CHARS characters
-    many_answers: more than one <answer> with its end, or more than one \\boxed
+    many_answers: more than one <answer> with its end, \\boxed, or number behind `####`
     """
     text = row["text"]
     reward = row["reward"]
@@ -515,7 +515,7 @@ def _failed_checks(
     if len(text) >= REPEATED_CHARS and repeats(text):
         failed.append("repeated")
     has_many_tags = text.count("<answer>") > 1 and text.count("</answer>") > 1
-    if has_many_tags or text.count("\\boxed{") > 1:
+    if has_many_tags or text.count("\\boxed{") > 1 or num_behind_hashes(text) > 1:
         failed.append("many_answers")
     return failed
 

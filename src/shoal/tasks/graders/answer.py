@@ -146,14 +146,23 @@ _MAX_SAID = 20
 
 _ANNOTATION = re.compile(r"<<[^<>\n]*(?:>>|\Z)")
 _NEXT_QUESTION = re.compile(r"^[^\S\n]*\**(?:Q|Question)\**:", re.MULTILINE)
-# Not a heading, `#### 1. Eggs`.
+# The hashes before a number. Not those of a heading, `#### 1. Eggs`.
 _HASHES = re.compile(
     r"#### ?[*$\\ ]*(?![0-9]+[.)][^\S\n]+[^\s*])"
-    rf"([-{''.join(MINUS_SIGNS)}]?\$?\.?[0-9][^\n]*)"
+    rf"(?=[-{''.join(MINUS_SIGNS)}]?\$?\.?[0-9])"
 )
 _SAID = re.compile(r"\bans(?:wer)?\b[^.:=\n]{0,60}?(?:\bis\b|:|=)[\s:*]{0,20}", re.IGNORECASE)
 _SENTENCE = re.compile(r"[.!?](?=\s|\Z)")
 _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
+
+
+def num_behind_hashes(text: str) -> int:
+    """Returns how many numbers of a text stand behind `####`.
+
+    >>> num_behind_hashes("#### 1. Eggs\\n3 + 4 = 7\\n#### 7\\n#### 12")
+    2
+    """
+    return len(_HASHES.findall(text))
 
 
 def final_number(text: str) -> Fraction | None:
@@ -172,9 +181,9 @@ def final_number(text: str) -> Fraction | None:
     Fraction(2469, 2)
     """
     text = solution_of(_ANNOTATION.sub("", text))
-    marked = _HASHES.search(text)
-    if marked:
-        return number_in(marked[1])
+    hashes = _HASHES.search(text)
+    if hashes:
+        return number_in(text[hashes.end() :].partition("\n")[0])
     tagged = extract_answer(text)
     boxed = last_boxed(text if tagged is None else tagged)
     if boxed is not None:

@@ -262,8 +262,9 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         from shoal.report.console import Console
 
         console = Console()
-    for note in resolved.start_lines:
+    for note in resolved.notes:
         console.note(note)
+    console.block("flags of other systems:", resolved.flag_lines)
     console.add_typed_names = typed_names_adder(resolved)
     if command == "eval" and config.responses:
         module = "responses"

@@ -28,7 +28,7 @@ def load(name: str, *words: str):
 
 def idle_of(resolved) -> list[str]:
     """The names in the one line on keys that change nothing."""
-    [line] = [note for note in resolved.notes if "change nothing here" in note]
+    [line] = [note for note in resolved.start_lines if "that change nothing here: " in note]
     return line.partition("here: ")[2].split(", ")
 
 
@@ -79,7 +79,8 @@ def test_maxtexts_grpo_file_loads():
     }
     assert len(idle_of(resolved)) == 21
     assert any(
-        note.startswith("base_config=base.yml changes nothing here") for note in resolved.notes
+        note.startswith("base_config=base.yml changes nothing here")
+        for note in resolved.start_lines
     )
 
 
@@ -97,9 +98,11 @@ def test_maxtexts_file_of_defaults_loads():
     )
     assert len(idle_of(resolved)) > 600
     assert any(
-        note.startswith("learning_rate_final_fraction=0.1 changes nothing here")
-        for note in resolved.notes
+        line.startswith("learning_rate_final_fraction=0.1 changes nothing here")
+        for line in resolved.became
     )
+    [idle] = [line for line in resolved.start_lines if line.startswith("change nothing here (")]
+    assert "learning_rate_final_fraction=0.1" in idle
 
 
 @pytest.mark.parametrize(
@@ -323,7 +326,7 @@ def test_an_entry_points_own_words_yield_to_the_users():
     words = shim_argv("grpo-async", ["train.max_staleness=3"])
     config, resolved = compose(words[0], words[1:])
     assert config.train.max_staleness == 3 and not any(
-        "more than once" in note for note in resolved.notes
+        "more than once" in note for note in resolved.start_lines
     )
 
 
@@ -433,12 +436,14 @@ def test_that_nothing_is_pushed_is_said_of_files_too(tmp_path):
     said = "nothing is pushed while training: `shoal export from=RUN to=hub:USER/NAME`"
     for text, is_said in (("true", True), ("false", False)):
         file.write_text(f"push_to_hub: {text}\nhub_model_id: me/x\nlearning_rate: 1.0e-05\n")
-        notes = compose("train", [str(file)])[1].notes
+        notes = compose("train", [str(file)])[1].start_lines
         assert any(said in note for note in notes) == is_said, notes
 
 
 def test_what_decides_memory_is_named():
-    [note] = compose("train", ["--per_device_train_batch_size=8", "--num_generations=8"])[1].notes
+    words = ["--per_device_train_batch_size=8", "--num_generations=8"]
+    note, setting_keys = compose("train", words)[1].flag_lines
+    assert setting_keys == "set keys: num_generations=8 (batch.group_size)"
     assert note.endswith("at once on a device: batch.micro_tokens decides memory, never the result")
 
 
@@ -495,7 +500,7 @@ def test_a_file_of_another_system_over_a_recipe_is_said(tmp_path):
     )
     for recipe, is_said in (("maxtext", True), ("torchrl", False)):
         _, resolved = compose("train", [f"recipe={recipe}", f"config_file={file}"])
-        assert any(said in note for note in resolved.notes) == is_said
+        assert any(said in note for note in resolved.start_lines) == is_said
 
 
 def test_batches_of_an_evaluation_are_of_the_prompts_that_devices_have():

@@ -435,9 +435,9 @@ def test_a_share_of_memory_that_does_not_act_is_said(word, in_file, tmp_path):
     name, _, value = word.partition("=")
     (tmp_path / "mine.yml").write_text(f"{name}: {value}\n")
     _, resolved = compose("train", [str(tmp_path / "mine.yml")] if in_file else [word])
-    assert any(word in note and "sampling.slots_per_device" in note for note in resolved.notes), (
-        resolved.notes
-    )
+    assert any(
+        word in note and "sampling.slots_per_device" in note for note in resolved.start_lines
+    ), resolved.start_lines
 
 
 @pytest.mark.parametrize(

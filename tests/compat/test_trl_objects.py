@@ -101,7 +101,7 @@ def ones(completions, **columns):
 
 def test_reward_functions_by_trls_name_are_not_said_to_change_nothing():
     _, resolved = resolved_of(reward_funcs=[ones], max_steps=3, epsilon_high=None)
-    assert resolved.start_lines[-1] == "flags: max_steps=3 (steps)"
+    assert resolved.start_lines[-1] == "set keys: max_steps=3 (steps)"
     assert not any("reward_funcs" in line for line in (*resolved.became, *resolved.start_lines))
 
 
@@ -846,7 +846,9 @@ def test_a_number_of_updates_that_is_no_whole_number_of_steps_is_said_to_be_roun
     [line] = [line for line in resolved.start_lines if "max_steps" in line]
     assert line == "max_steps=20 became steps=10: counted in updates there, 2 to a step here"
     config, resolved = resolved_of(**counted | {"max_steps": 1})
-    assert config.steps == 1 and "so max_steps=1 is rounded up to 1 step" in str(resolved.notes)
+    assert config.steps == 1 and "so max_steps=1 is rounded up to 1 step" in str(
+        resolved.start_lines
+    )
 
 
 def test_a_keyword_beside_the_configuration_counts_and_is_said(capsys):

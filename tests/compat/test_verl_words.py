@@ -113,7 +113,9 @@ def test_an_evaluation_alone_is_a_run_of_no_steps(tmp_path):
     for words in ([only], [only, steps], [steps, only], [only, "trainer.total_epochs=2"]):
         config, resolved = compose("train", ["recipe=verl", *words])
         assert config.steps == 0 and config.train.evaluate_first
-        assert any("an evaluation is all that the run does" in line for line in resolved.notes)
+        assert any(
+            "an evaluation is all that the run does" in line for line in resolved.start_lines
+        )
     assert compose("train", [steps, "trainer.val_only=False"])[0].steps == 3
     file = tmp_path / "mine.yml"
     file.write_text("trainer: {val_only: false, total_training_steps: 3}\n")
@@ -578,7 +580,7 @@ def test_dapos_script_is_taken_as_it_is():
     assert (answers.samples, answers.temperature, answers.top_p, answers.top_k) == (1, 1, 0.7, 0)
     assert (config.mesh.context, config.mesh.trainer) == (8, "128")
     # Each of its flags acts, or changes nothing for a reason that is printed.
-    said = " ".join([*resolved.became, *resolved.renamed])
+    said = " ".join([*resolved.became, *resolved.flag_lines])
     for word in DAPO:
         assert word.lstrip("+").partition("=")[0] in said, word
     unexplained = [line for line in resolved.became if line.endswith("changes nothing here")]
@@ -608,8 +610,9 @@ def test_a_validation_of_verl_is_an_evaluation(words, answers, said):
     config, resolved = compose("train", ["recipe=verl", *(VALIDATION + word for word in words)])
     own = config.evaluation
     assert (own.samples, own.temperature, own.top_k, own.top_p) == answers
-    assert said in "\n".join(resolved.notes)
-    assert said or not any(VALIDATION in line for line in resolved.notes)
+    assert said in "\n".join(resolved.start_lines)
+    explained = [line for line in resolved.start_lines if not line.startswith("set keys")]
+    assert said or not any(VALIDATION in line for line in explained)
 
 
 def test_a_validation_and_ones_own_keys_go_together():
@@ -639,7 +642,7 @@ def test_prompts_that_are_too_long_are_what_the_flags_say():
         assert long_prompts(*recipe, *both) == "drop"
     assert long_prompts("data.max_prompt_length=64") == "warn"
     _, resolved = compose("train", ["recipe=verl", "data.truncation=left"])
-    [line] = [line for line in resolved.notes if "data.truncation" in line]
+    [line] = [line for line in resolved.start_lines if "data.truncation" in line]
     assert ": a prompt is never cut: one that is too long is an error" in line
     _, resolved = compose("train", ["recipe=verl", "data.max_prompt_length=64"])
     message = "row 1 is too long: set sampling.long_prompts=drop"
@@ -769,9 +772,9 @@ def test_verls_one_completion_of_a_prompt_is_said_where_nobody_says_how_many():
         (["batch.group_size=8"], False),
     ):
         _, resolved = compose("train", ["recipe=verl", *words])
-        assert any(line.startswith(said) for line in resolved.notes) == is_said, words
+        assert any(line.startswith(said) for line in resolved.start_lines) == is_said, words
     _, resolved = compose("train", ["algorithm.adv_estimator=grpo"])  # nothing else is verl's
-    assert not any("is not given" in line for line in resolved.notes)
+    assert not any("is not given" in line for line in resolved.start_lines)
 
 
 def test_epochs_beside_steps_are_said_to_count_nothing(tmp_path):
@@ -783,15 +786,15 @@ def test_epochs_beside_steps_are_said_to_count_nothing(tmp_path):
     ):
         for words in (["trainer.total_epochs=2", other], [other, "trainer.total_epochs=2"]):
             config, resolved = compose("train", words)
-            assert config.steps == 3 and line in resolved.notes
+            assert config.steps == 3 and line in resolved.start_lines
     file = tmp_path / "mine.yml"
     file.write_text("trainer: {total_epochs: 2, total_training_steps: 3}\n")
     _, resolved = compose("train", [str(file)])
-    assert by_verls_name in resolved.notes
+    assert by_verls_name in resolved.start_lines
     # over a file of epochs a number of steps on the command line is meant as it stands
     file.write_text("trainer: {total_epochs: 2}\n")
     _, resolved = compose("train", [str(file), "trainer.total_training_steps=3"])
-    assert not any("total_epochs" in line for line in resolved.notes)
+    assert not any("total_epochs" in line for line in resolved.start_lines)
 
 
 @pytest.mark.parametrize(

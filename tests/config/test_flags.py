@@ -299,7 +299,7 @@ def test_a_flag_that_is_dropped_or_shards_names_the_key_that_uses_more_devices()
         ("--deepspeed=zero3.json", "mesh.fsdp=-1 shards parameters, gradients and moments"),
         ("--fsdp=full_shard", "mesh.fsdp=-1 shards parameters, gradients and moments"),
     ):
-        [note] = compose("train", [word])[1].notes
+        [note] = compose("train", [word])[1].start_lines
         assert f" changes nothing here: {reason}" in note
 
 
@@ -355,9 +355,9 @@ def test_of_two_names_for_one_key_the_later_stands_and_is_said():
     assert config.algorithm.kl_coef == 0.1
     assert (
         "grpo_beta and algorithm.kl_coef both set algorithm.kl_coef: the later one counts, "
-        "algorithm.kl_coef" in (resolved.notes)
+        "algorithm.kl_coef" in (resolved.start_lines)
     )
-    assert compose("train", ["grpo_beta=0.04", "algorithm.kl_coef=0.04"])[1].notes == ()
+    assert compose("train", ["grpo_beta=0.04", "algorithm.kl_coef=0.04"])[1].start_lines == []
 
 
 @pytest.mark.parametrize(
@@ -633,7 +633,7 @@ def test_of_two_systems_flags_the_one_that_names_fewer_keys_stands(tmp_path, wid
         compose("train", [f"{wide}=0.1", f"{narrow}=0.28"]),
     ):
         assert (config.algorithm.clip_low, config.algorithm.clip_high) == (0.1, 0.28)
-        assert not any("both set" in note for note in resolved.notes)
+        assert not any("both set" in note for note in resolved.start_lines)
     # An algorithm between the two sets the key anew, over the file's narrow flag.
     config, _ = with_file(tmp_path, f"{narrow}: 0.28\n", f"{wide}=0.1", "algorithm=grpo")
     assert config.algorithm.clip_high == 0.1
@@ -708,7 +708,7 @@ def test_a_recipe_lies_beneath_the_file_wherever_it_is_named(tmp_path):
     in_python = from_overrides(Config, config_name=str(tmp_path / "their.yml"), recipe="trl")[0]
     assert config == named_first == in_file == in_python
     # No line says that something is replaced, and what is typed on the line wins over both.
-    for notes in (resolved.notes, of_file.notes):
+    for notes in (resolved.start_lines, of_file.start_lines):
         assert "replaces there" not in str(notes) and "changes nothing" not in str(notes)
     assert with_file(tmp_path, text, "beta=0.1", "recipe=trl")[0].algorithm.kl_coef == 0.1
     # Of two recipes the one on the line is read, beneath the file that names the other.
@@ -750,7 +750,9 @@ def test_an_algorithm_on_the_line_names_the_settings_of_the_file_that_it_replace
     # the algorithm's own, or none of its keys
     assert "learning_rate" not in line and "steps=7" not in line
     assert "beta" not in str(with_file(tmp_path, text, "algorithm=dapo", "beta=0.1")[1].notes)
-    assert "replaces there" not in str(with_file(tmp_path, f"algorithm: dapo\n{text}")[1].notes)
+    assert "replaces there" not in str(
+        with_file(tmp_path, f"algorithm: dapo\n{text}")[1].start_lines
+    )
 
 
 def test_trls_batch_flags_leave_an_algorithms_mini_batches():
@@ -892,7 +894,7 @@ def test_epochs_of_unknown_rows_leave_the_steps_and_say_what_to_write(words):
     assert config.steps == 200 and resolved.origins["steps"] == "task gsm8k"
     [line] = [
         line
-        for line in resolved.notes
+        for line in resolved.start_lines
         if line.startswith("trainer.total_epochs=3 changes nothing here: ")
     ]
     assert "set steps to 3 x rows // " in line
@@ -910,7 +912,7 @@ def test_epochs_of_unknown_rows_leave_the_steps_and_say_what_to_write(words):
 )
 def test_a_systems_recipe_is_named_beside_its_flags(words, recipe):
     found = []
-    for note in compose("train", words)[1].notes:
+    for note in compose("train", words)[1].start_lines:
         if "flags change only what they name" in note:
             found.append(note)
     assert [note.partition("; ")[2].split()[0] for note in found] == [f"recipe={recipe}"] * bool(
@@ -921,7 +923,7 @@ def test_a_systems_recipe_is_named_beside_its_flags(words, recipe):
 def test_a_recipe_of_many_keys_is_one_short_line():
     [line] = [
         note
-        for note in compose("train", ["recipe=verl"])[1].notes
+        for note in compose("train", ["recipe=verl"])[1].start_lines
         if note.startswith("recipe=verl")
     ]
     assert line.endswith(" more keys (--dry-run lists them)") and len(line) < 300
@@ -940,7 +942,7 @@ def test_a_file_that_leaves_a_tasks_preset_out_says_so(tmp_path):
     )
     assert "batch.prompts_per_step=32 (preset: " in note
     file.write_text("task: gsm8k\nbatch: {prompts_per_device: 2}\n")
-    [note] = compose("train", [str(file)])[1].notes
+    [note] = compose("train", [str(file)])[1].start_lines
     assert "batch.prompts_per_step" not in note  # another key takes its place
     file.write_text("defaults: [gsm8k, _self_]\noptimizer: {lr: 1.0e-5}\n")
     config, resolved = compose("train", [str(file)])

@@ -320,22 +320,42 @@ def test_files_are_named_with_their_rows(report, lines):
 def test_what_flags_of_other_systems_became_is_said():
     _, resolved = compose("train", ["--learning_rate=3e-6", "--num_generations=4", "task=gsm8k"])
     assert resolved.start_lines[-1] == (
-        "flags: learning_rate=3e-6 (optimizer.lr); num_generations=4 (batch.group_size)"
+        "set keys: learning_rate=3e-6 (optimizer.lr); num_generations=4 (batch.group_size)"
     )
     assert not any(
         "became" in line for line in compose("train", ["batch.group_size=4"])[1].start_lines
     )
 
 
-def test_many_flags_are_in_several_short_lines():
-    words = ["--learning_rate=3e-6", "--num_generations=4", "--temperature=0.7", "--top_p=0.9"]
-    words += ["--max_completion_length=32", "--weight_decay=0.1", "--adam_beta1=0.8"]
-    _, resolved = compose("train", words)
-    lines = [line for line in resolved.start_lines if line.startswith("flags: ")]
-    assert len(lines) > 2
-    assert max(map(len, lines)) <= 102
-    named = "; ".join(line.removeprefix("flags: ") for line in lines)
-    assert named == "; ".join(resolved.renamed)
+def test_many_flags_are_a_short_block_in_which_each_is_named(capsys):
+    differing = ["actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    idle = [
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.model.use_remove_padding=true",
+    ]
+    idle += ["actor_rollout_ref.actor.fsdp_config.param_offload=False"]
+    setting_keys = ["data.train_batch_size=128", "data.max_prompt_length=64"]
+    setting_keys += ["data.max_response_length=16", "actor_rollout_ref.actor.optim.lr=1e-6"]
+    setting_keys += ["actor_rollout_ref.actor.entropy_coeff=0", "actor_rollout_ref.rollout.n=4"]
+    setting_keys += ["actor_rollout_ref.rollout.temperature=0.5"]
+    setting_keys += ["actor_rollout_ref.actor.grad_clip=0.5", "data.seed=3"]
+    _, resolved = compose("train", [*setting_keys, *differing, *idle])
+    names = ", ".join(word.partition("=")[0] for word in setting_keys)
+    places = "--dry-run and docs/flags-verl.md say"
+    assert resolved.flag_lines == (
+        f"{differing[0]} became algorithm.num_minibatches=2: 128 prompts a step, 64 an update",
+        f"change nothing here ({places} why): {', '.join(idle)}",
+        f"set keys ({places} which): {names}",
+    )
+    Console().block("flags of other systems:", resolved.flag_lines)
+    printed = capsys.readouterr().out
+    title, *lines = printed.splitlines()
+    assert title == "flags of other systems:" and max(map(len, lines)) <= 100
+    assert [line[:2].isspace() for line in lines] == [True] * len(lines)
+    assert " ".join(printed.split()) == " ".join([title, *resolved.flag_lines])
+    # one that alone changes nothing keeps its reason
+    [line] = compose("train", idle[:1])[1].flag_lines
+    assert line.startswith(f"{idle[0]} changes nothing here: the sampler is the model itself")
 
 
 # ---- dry run

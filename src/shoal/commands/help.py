@@ -307,7 +307,7 @@ def dry_run(
     from shoal.config.stored import difference_from_defaults
 
     keys = keys_of(type(config))
-    lines = [note for note in resolved.notes if note not in resolved.became]
+    lines = list(resolved.notes)
     if resolved.became:
         lines.append("flags of other systems:")
         lines += [f"  {line}" for line in resolved.became]

@@ -215,6 +215,7 @@ class Effect:
 
     flags: FlagTexts  # name -> text, as the line shows them
     last: tuple[int, int]  # the layer and the index of the last of the flags
+    system: str = ""  # the system of the flags, like `TRL`
     meaning: str = ""
     has_line: bool = False
     settings: list[PlacedSetting] = field(default_factory=list)
@@ -413,7 +414,8 @@ class Draft:
         that the flags mean, '' for nothing; `has_line`: True if the line is also shown at the start
         of a run."""
         last = max((use.layer, use.index) for use in uses)
-        effect = Effect({use.name: use.text for use in uses}, last, meaning, has_line)
+        flags = {use.name: use.text for use in uses}
+        effect = Effect(flags, last, uses[-1].flag.system, meaning, has_line)
         self.effects.append(effect)
         return effect
 
@@ -683,11 +685,18 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[Fla
             sharing = without_effect.setdefault((reason, is_note), [])
             sharing += typed
             verb = "changes" if len(sharing) == 1 else "change"
-            line = FlagLine(f"{', '.join(sharing)} {verb} nothing here: {reason}", is_note)
+            line = FlagLine(
+                f"{', '.join(sharing)} {verb} nothing here: {reason}",
+                is_note,
+                flags=tuple(sharing),
+                is_idle=effect.reason is None,
+                system=effect.system,
+            )
             index = place.setdefault((reason, is_note), len(lines))
             lines[index : index + 1] = [line]
             continue
-        line = f"{flags} changes nothing here"
+        verb = "changes" if len(typed) == 1 else "change"
+        line = f"{flags} {verb} nothing here"
         if became:
             line = f"{flags} became {', '.join(became)}"
         is_ignored = not became and not reason
@@ -700,7 +709,16 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[Fla
             keys = ", ".join(each.partition("=")[0] for each in became)
             has_other_name_alone = kept_texts == set(effect.flags.values())
             short = f"{flags} ({keys})" if has_other_name_alone else line
-        lines.append(FlagLine(line, is_note or is_ignored, short))
+        lines.append(
+            FlagLine(
+                line,
+                is_note or is_ignored,
+                short,
+                tuple(typed),
+                is_idle=not became and effect.reason is None,
+                system=effect.system,
+            )
+        )
     for layer_index, names in idle_names.items():
         file = draft.typed[layer_index].file
         assert file is not None

@@ -143,6 +143,9 @@ class FlagLine:
     # For a flag without a meaning to explain: `num_generations=4 (batch.group_size)` if its value
     # is the key's, else `text`. '' for other flags.
     short: str = ""
+    flags: tuple[str, ...] = ()  # the flags as typed, `name=value`
+    is_idle: bool = False  # True if the flags change nothing, for the reason that their page has
+    system: str = ""  # the system of the flags, like `TRL`
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from shoal.config.arguments import (
     read_arguments,
 )
 from shoal.config.commands import command_of, dataclass_of
-from shoal.config.foreign import Translation, data_read_once, front_end
+from shoal.config.foreign import FlagLine, Translation, data_read_once, front_end
 from shoal.config.key import (
     build,
     convert_value,
@@ -559,10 +559,6 @@ FEW = 3
 of them."""
 
 
-LINE_OF_FLAGS = 100
-"""Characters of a line of flags at the start of a run."""
-
-
 @dataclass(frozen=True)
 class Resolved:
     """A configuration together with where each of its values came from."""
@@ -572,27 +568,16 @@ class Resolved:
     notes: tuple[str, ...]  # lines to print at the start: values set by presets, skipped keys
     arguments: Arguments
     became: tuple[str, ...] = ()  # for each given flag of another system, a line on what it became
-    # For each such flag that has no note: `num_generations=4 (batch.group_size)`.
-    renamed: tuple[str, ...] = ()
+    flag_lines: tuple[str, ...] = ()  # the same for the start of a run, in a few lines
     # key -> `command line`, `mine.yml:4`, `recipe trl`
     origins: Mapping[str, str] = field(default_factory=dict)
     recipe: Recipe | None = None  # of the loaded file, or of the highest file in its `defaults`
 
     @property
     def start_lines(self) -> list[str]:
-        """Returns the lines to print at the start of a run: the notes, then those flags of other
-        systems that have keys and no meaning to explain, if there are any, in lines of about
-        LINE_OF_FLAGS characters."""
-        lines = list(self.notes)
-        line = ""
-        for text in self.renamed:
-            if line and len(line) + len(text) > LINE_OF_FLAGS:
-                lines.append(line)
-                line = ""
-            line = f"{line}; {text}" if line else f"flags: {text}"
-        if line:
-            lines.append(line)
-        return lines
+        """Returns the lines to print at the start of a run: the notes, then what flags of other
+        systems became."""
+        return [*self.notes, *self.flag_lines]
 
     @property
     def text(self) -> str:
@@ -657,19 +642,55 @@ def load(
     notes = list(_notes(config, merged, file, bool(arguments.preset)))
     notes += translation.notes
     notes += notes_on_names
-    notes += [line.text for line in translation.became if line.is_note]
-    renamed = [line.short for line in translation.became if line.short and not line.is_note]
     resolved = Resolved(
         config=config,
         config_name=file.stem if file else "",
         notes=tuple(notes),
         arguments=arguments,
         became=tuple(line.text for line in translation.became),
-        renamed=tuple(renamed),
+        flag_lines=tuple(_flag_lines(translation.became)),
         origins=merged.origins,
         recipe=_recipe_of(config_type, layers),
     )
     return config, resolved
+
+
+def _flag_lines(became: Sequence[FlagLine]) -> list[str]:
+    """Returns the lines about flags of other systems at the start of a run: one for each flag that
+    acts in a way to explain, then one for all that change nothing, then one for all that only set
+    keys. A flag that alone changes nothing keeps its reason; of more than MANY lines of flags that
+    set keys only the flags' names are left. `became`: a line for each flag."""
+    lines = []
+    idle = []
+    setting_keys = []
+    for line in became:
+        if line.is_note and line.is_idle:
+            idle.append(line)
+        elif line.is_note:
+            lines.append(line.text)
+        elif line.short:
+            setting_keys.append(line)
+    if len(idle) == 1:
+        lines.append(idle[0].text)
+    elif idle:
+        flags = [flag for line in idle for flag in line.flags]
+        lines.append(f"change nothing here ({_pages(idle)} say why): {', '.join(flags)}")
+    if len(setting_keys) > MANY:
+        names = [flag.partition("=")[0] for line in setting_keys for flag in line.flags]
+        lines.append(f"set keys ({_pages(setting_keys)} say which): {', '.join(names)}")
+    elif setting_keys:
+        lines.append(f"set keys: {'; '.join(line.short for line in setting_keys)}")
+    return lines
+
+
+def _pages(lines: Sequence[FlagLine]) -> str:
+    """Returns the places that explain the flags of these lines.
+
+    >>> _pages(lines)
+    '--dry-run and docs/flags-verl.md'
+    """
+    systems = dict.fromkeys(line.system for line in lines)
+    return " and ".join(["--dry-run", *(f"docs/flags-{name.lower()}.md" for name in systems)])
 
 
 def _build(

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import sys
+import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ FIRST_ANSWERS_SECONDS, ANSWERS_SECONDS = 2.0, 10.0
 lines."""
 ANSWER_CHARACTERS = 300
 """Most characters of an answer, and of its prompt, among the answers of a step."""
+BLOCK_COLUMNS = 100
+"""Most characters of a line of a block of facts."""
 _MOST_UNKEPT = 1000
 """Most lines, and events, that are remembered until there is a file for them."""
 
@@ -125,6 +128,25 @@ class Console:
     def note(self, text: str) -> None:
         """Prints one fact in one line; a text that was printed before is not repeated."""
         self._write_once(one_line(text), "dim")
+
+    def block(self, title: str, facts: Sequence[str]) -> None:
+        """Prints facts under a title, each indented and broken into lines of at most BLOCK_COLUMNS
+        characters, fewer on a narrower terminal; nothing without facts, or if it was printed
+        before. A word that is longer stays whole."""
+        if not facts:
+            return
+        width = min(BLOCK_COLUMNS, self._rich.width) if self._rich else BLOCK_COLUMNS
+        lines = [title]
+        for fact in facts:
+            lines += textwrap.wrap(
+                one_line(fact),
+                width,
+                initial_indent="  ",
+                subsequent_indent="      ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        self._write_once("\n".join(lines), "dim")
 
     def wrong(self, text: str, key: str = "") -> None:
         """Prints one line about something that makes a run fail or learn nothing, and passes on an

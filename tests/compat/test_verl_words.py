@@ -827,3 +827,16 @@ def test_a_run_has_its_experiments_name_at_services(tmp_path):
 def test_turns_are_named_where_multi_turn_is_refused():
     said = refusal("recipe=verl", "actor_rollout_ref.rollout.multi_turn.enable=True")
     assert "tools=FILE.py:FUNCTION" in said and "rollout=FILE.py:FUNCTION" in said
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_hydras_settings_in_a_small_file_are_said_to_change_nothing(tmp_path, command):
+    file = tmp_path / "small.yaml"
+    file.write_text(
+        "hydra:\n  searchpath: [file://verl/trainer/config]\n  run: {dir: out}\n"
+        "data:\n  max_response_length: 64\nalgorithm:\n  adv_estimator: grpo\n"
+    )
+    config, resolved = compose(command, [str(file)])
+    assert config.sampling.max_completion_tokens == 64
+    said = "small.yaml: 2 keys that change nothing here: hydra.searchpath, hydra.run.dir"
+    assert said in resolved.start_lines

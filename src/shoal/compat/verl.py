@@ -974,7 +974,17 @@ FLAGS: list[Flag] = [
     *idle(
         "a run's folder is trainer.default_local_dir/experiment_name (base_output_directory, "
         "run_name)",
+        "hydra.run hydra.sweep hydra.job hydra.output_subdir",
         "hydra.*",
+    ),
+    *idle(
+        "a file's `defaults` name files of its own folder, or verl's own, which are recipe=verl",
+        "hydra.searchpath",
+    ),
+    *idle(
+        "Hydra is not used",
+        "hydra.mode hydra.verbose hydra.launcher hydra.sweeper hydra.hydra_logging "
+        "hydra.job_logging hydra.env hydra.help hydra.hydra_help",
     ),
     *idle(
         "a setting of verl's processes",

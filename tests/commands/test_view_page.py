@@ -399,6 +399,7 @@ def test_a_run_says_who_stopped_it_and_what_it_is_not_evaluated_on(page, tmp_pat
     paths = {name: write_run(tmp_path / name, 12) for name in ("stopped", "live", "resumed")}
     for name in ("stopped", "live"):
         (paths[name] / "evaluations.jsonl").write_text("")
+        (paths[name] / "events.jsonl").write_text("")
         summary = paths[name] / "summary.json"
         record = json.loads(summary.read_text()) | {"before": {}, "after": {}}
         record |= {"stopped_by": "the callback <b>Patience"}
@@ -411,9 +412,12 @@ def test_a_run_says_who_stopped_it_and_what_it_is_not_evaluated_on(page, tmp_pat
         page.goto(f"{address}#/run?run=stopped")
         settle(page, "stopped at step 12 of 12 by the callback <b>Patience")
         assert "No evaluation in this run." in page.locator(".view").inner_text()
+        events = page.locator(".card", has_text="Warnings, failures and spikes").last
+        assert "None so far." not in events.inner_text() and "None." in events.inner_text()
         assert "was resumed" not in page.locator(".view").inner_text()
         page.goto(f"{address}#/run?run=live")
         settle(page, "No evaluation so far.")
+        settle(page, "None so far.")
         page.goto(f"{address}#/run?runs=live%2Cstopped")
         settle(page, "No evaluation so far.")
         page.goto(f"{address}#/run?run=resumed")

@@ -204,7 +204,7 @@ function eventsCard(record, of) {
     filter: `step=${step} set=train` }), text: last > step ? `steps ${step} to ${last}` : `step ${step}` }) : "at the start",
   " ", el("span", { class: `badge ${level}`, text: level }), " ", el("span", { dir: "auto", text }));
   return card(`Warnings, failures and spikes${of}`, shown.length ? el("ul", { class: "events", tabindex: "0", "aria-label": "events" },
-    shown.map(line)) : el("p", { class: "faint", text: "None so far." }));
+    shown.map(line)) : el("p", { class: "faint", text: record.progress.has_ended ? "None." : "None so far." }));
 }
 
 function drawControls(view, parameters) {

@@ -962,6 +962,8 @@ def test_another_configuration_under_the_same_name_is_refused(workshop, stopped,
     [
         (["model.path=/nowhere/model"], "there is no model folder /nowhere/model"),
         (["task=custom", "task.path=/nowhere/rows.jsonl"], "/nowhere/rows.jsonl"),
+        (["reward=/nowhere/judge.py:f"], "/nowhere/judge.py"),
+        (["reward=nobody", "seed=1"], "reward function 'nobody': expected"),
     ],
 )
 def test_what_is_not_there_is_named_before_the_settings_of_a_run_of_that_name(
@@ -1661,6 +1663,37 @@ def test_the_best_are_kept_beside_the_newest(workshop):
         scores[row["step"]] = row["accuracy"]
     best = max((step for step in (2, 4, 6)), key=lambda step: (scores[step], step))
     assert checkpoints(run) == sorted({7, best})
+
+
+@pytest.mark.slow
+def test_the_best_is_that_of_the_present_reward(workshop, tmp_path, capsys):
+    """After a resume with a reward of a smaller scale the best was always a checkpoint before."""
+    (tmp_path / "rows.jsonl").write_text("\n".join(f'{{"prompt": "{n} + 3 ="}}' for n in range(20)))
+    (tmp_path / "judge.py").write_text(
+        "def high(completions, **kwargs):\n"
+        "    return [100.0 + len(text) for text in completions]\n"
+        "def low(completions, **kwargs):\n"
+        "    return [len(text) / 100 for text in completions]\n"
+    )
+    run = workshop.train(
+        "judged_twice",
+        "steps=2",
+        "checkpoint_period=1",
+        "train.evaluate_every=1",
+        "checkpoint.keep_best=1",
+        "task=custom",
+        f"task.path={tmp_path}/rows.jsonl",
+        f"reward={tmp_path}/judge.py:high",
+    )
+    assert {"mean_reward", "accuracy"}.intersection(read_lines(run / "evaluations.jsonl")[-1]) == {
+        "mean_reward"
+    }
+    capsys.readouterr()
+    assert cli.main(["train", f"resume={run}", "steps=4", f"reward={tmp_path}/judge.py:low"]) == 0
+    [line] = [
+        line for line in capsys.readouterr().out.splitlines() if "the best evaluation" in line
+    ]
+    assert re.search(r"is that of step [34]:", line), line
 
 
 # ---- a folder in use, or that cannot be written

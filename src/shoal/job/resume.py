@@ -13,7 +13,7 @@ from shoal.checks.settings import check_model, check_task
 from shoal.config.arguments import COMMAND_LINE, PYTHON, Arguments, Setting, read_arguments
 from shoal.config.foreign import data_read_once
 from shoal.config.key import keys_of, open_keys, shown, values_of
-from shoal.config.keywords import ROWS, python_leaves
+from shoal.config.keywords import FROM_PYTHON, ROWS, python_leaves
 from shoal.config.merge import Resolved, from_overrides, given_values, load
 from shoal.config.names import key_of
 from shoal.config.stored import resolved
@@ -21,6 +21,7 @@ from shoal.config.train import Config
 from shoal.files import check_local
 from shoal.findings import Findings
 from shoal.job.fingerprint import compare_facts
+from shoal.job.task import find_functions
 from shoal.records import Params, ShoalError
 from shoal.report.console import Console
 from shoal.runs.compare import SettingDifference, setting_differences
@@ -214,14 +215,17 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
 
 
 def _check_inputs(config: Config, changed: Sequence[str]) -> None:
-    """Raises ShoalError if the model or the task that a command names besides the name of an
-    existing run is not there or cannot be read: this is what the user mends first, under any name.
-    `changed`: the keys whose values are not the run's."""
+    """Raises ShoalError if the model, the task or a reward function that a command names besides
+    the name of an existing run is not there or cannot be read: this is what the user mends first,
+    under any name. `changed`: the keys whose values are not the run's."""
     if "model.path" in changed:
         check_model(config.model)
     if any(key.startswith("task.") for key in changed) and config.task.name != ROWS:
         check_task(config.task)
         load_by_name(config.task, config.reward)
+    if "reward.functions" in changed:
+        specs = config.reward.functions
+        find_functions(config.reward, [spec for spec in specs if not spec.startswith(FROM_PYTHON)])
 
 
 def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:

@@ -29,6 +29,7 @@ from shoal.runs.recipe import Followed
 from shoal.runs.summary import (
     ACCURACY_BY,
     account_text,
+    compared_since,
     curve_text,
     summary_facts,
     version_text,
@@ -387,7 +388,7 @@ class Recorder:
         first = 0
         since = 0
         if ACCURACY_BY in figures:
-            since = functions_changed_at(self._settings_of_parts())
+            _, since = self._reward_changes()
         if since:
             later = [version for version in self.evaluations if version > since]
             if not later:
@@ -395,26 +396,34 @@ class Recorder:
             first = min(later)
         return self.evaluations.get(first, {}).get(data_set, {})
 
-    def _settings_of_parts(self) -> dict[int, dict[str, Any]]:
-        """Returns the version at which each part of the run began -> its settings; {} if it was not
-        resumed with other settings."""
-        parts = parts_of(self.folder.path)
-        return {number: flat_values(file) for number, file in parts.items()}
+    def _reward_changes(self) -> tuple[int, int]:
+        """Returns the versions at which a resumed run changed its reward and its reward functions
+        last, or 0 for each."""
+        settings = {}  # version at which each part of the run began -> its settings
+        for version, file in parts_of(self.folder.path).items():
+            settings[version] = flat_values(file)
+        return reward_changed_at(settings), functions_changed_at(settings)
 
     def scores(self) -> dict[int, float]:
         """Returns version -> its score, by which checkpoints are compared: the accuracy on the
         first data set, or its mean reward if there is no accuracy. Evaluations on fewer questions
         than the largest one are left out, because their scores are less certain; so are those
-        without either figure."""
+        without either figure, and those before a change of the reward on which their figure
+        depends."""
         main_sets = {}
         for version, figures in self.evaluations.items():
             main_sets[version] = next(iter(figures.values()), {})
         most_questions = 0
         for main in main_sets.values():
             most_questions = max(most_questions, main.get("num_questions", 0))
+        changes = self._reward_changes()
         scores = {}
         for version, main in main_sets.items():
-            score = main.get("accuracy", main.get("mean_reward"))
+            figure = "accuracy" if "accuracy" in main else "mean_reward"
+            score = main.get(figure)
+            since = compared_since(figure, main, *changes)
+            if since and version <= since:
+                continue
             if main.get("num_questions", 0) == most_questions and score is not None:
                 scores[version] = score
         return scores
@@ -528,8 +537,7 @@ class Recorder:
             self.console.heading("before and after")
             if self.keep_groups:
                 solved = self.folder.solved_question(next(iter(summary.after)), last)
-        parts = self._settings_of_parts()
-        since = (reward_changed_at(parts), functions_changed_at(parts))
+        since = self._reward_changes()
         facts = [
             curve_text(self.evaluations, *since),
             summary_facts(summary),

@@ -161,7 +161,8 @@ age/logprob_mean/{age} | nats | mean | absolute difference of trainer and sample
 these completions
 tokens/sampled | tokens | sum | tokens sampled
 tokens/context | tokens | sum | tokens that tools and environments added to rollouts
-tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates
+tokens/trained | tokens | sum | tokens of prompts (once a row) and completions in the updates; at \
+its end a run says how many of its sampled tokens were trained on, without prompts
 tokens/padding | share | mean | padding among the tokens that the updates computed
 sampler/preempted_rows | rows | sum | rows of completions that were preempted for lack of \
 memory; absent if there were none

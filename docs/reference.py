@@ -760,7 +760,8 @@ _PLACES = (
     ("TorchRL's `--config-name grpo_gsm8k`, `grpo_ifeval`", "the presets of these names"),
     (
         "verl's `ppo_trainer`, `ppo_megatron_trainer`, `dapo_trainer`, or a file that one of them "
-        "names, in the `defaults` of your file",
+        "names, in the `defaults` of your file, also as "
+        "`actor@actor_rollout_ref.actor: dp_actor`",
         "verl's own defaults, the preset `verl`, unless you have a file of that name beside it; "
         "`hydra.searchpath` has no effect",
     ),

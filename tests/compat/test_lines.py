@@ -314,6 +314,8 @@ def test_the_own_file_of_verls_script_is_its_defaults(words, tmp_path, monkeypat
         "/ppo_megatron_trainer",
         "ppo_trainer@_here_",
         "actor/dp_actor@actor_rollout_ref.actor",
+        {"actor@actor_rollout_ref.actor": "dp_actor"},
+        {"override rollout@actor_rollout_ref.rollout": "rollout"},
     ],
 )
 def test_verls_own_file_in_defaults_is_its_defaults(entry, tmp_path, monkeypatch):
@@ -321,17 +323,17 @@ def test_verls_own_file_in_defaults_is_its_defaults(entry, tmp_path, monkeypatch
     head = "hydra: {searchpath: [pkg://verl.trainer.config]}\n"
     body = "data: {train_batch_size: 16}\nalgorithm: {adv_estimator: grpo}\n"
     words = ["model=/m", "steps=1", "optimizer.lr=1e-5"]
-    (tmp_path / "mine.yaml").write_text(f"{head}{body}defaults: ['{entry}', _self_]\n")
+    (tmp_path / "mine.yaml").write_text(f"{head}{body}defaults: {json.dumps([entry, '_self_'])}\n")
     config, _ = compose("train", ["mine.yaml", *words])
     (tmp_path / "preset.yaml").write_text(f"{body}defaults: [verl, _self_]\n")
     expected, _ = compose("train", ["preset.yaml", *words])
     assert config == expected and config.recipe == "verl" and config.batch.prompts_per_step == 16
     script = shim_argv("verl", ["--config-path=.", "--config-name=mine", *words])
     assert compose("train", script[1:])[0] == expected
-    (tmp_path / "short.yaml").write_text(f"{body}defaults: ['{entry}', _self_]\n")
+    (tmp_path / "short.yaml").write_text(f"{body}defaults: {json.dumps([entry, '_self_'])}\n")
     compose("eval", ["short.yaml", "model=/m", "task=gsm8k"])  # it has no preset verl
     # A file of the user has precedence.
-    stem = entry.removesuffix(".yaml")
+    stem = str(entry).removesuffix(".yaml")
     if stem == "ppo_trainer":
         (tmp_path / "ppo_trainer.yaml").write_text("data: {max_response_length: 77}\n")
         config, _ = compose("train", ["short.yaml", *words])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ def read_files(
 ) -> list[tuple[Path, list[Setting]]]:
     """Returns (file, its settings) for the files in the `defaults` of a file and for the file
     itself, lowest first. `_self_` in `defaults` is the place of the file itself, by default the
-    last; entries `override ...` and mappings are skipped. An entry is a file in the same folder,
-    with or without its ending, or else a preset of the command; the own file of another system
+    last; entries `override ...` are skipped. An entry is a file in the same folder, with or without
+    its ending, or else a preset of the command; the own file of another system
     (`preset_of_own_file`) is the preset that has its settings, which is listed once, and is skipped
-    if the command has no such preset. The origin of each setting is `FILE:LINE`. Another file that
-    two `defaults` lead to is listed twice.
+    if the command has no such preset. A mapping, `actor@actor_rollout_ref.actor: dp_actor`, is read
+    as `actor/dp_actor` if that is such an own file, else skipped. The origin of each setting is
+    `FILE:LINE`. Another file that two `defaults` lead to is listed twice.
 
     `is_key`: True for the name of a key, whose value may be a mapping; `above`: the files whose
     `defaults` led here, to find circles. Raises ShoalError if a file is missing or cannot be read,
@@ -42,7 +43,9 @@ def read_files(
         if name == "defaults":
             order = []
             for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, str) and not item.startswith("override "):
+                if isinstance(item, dict):
+                    order += _own_files_in(item)
+                elif isinstance(item, str) and not item.startswith("override "):
                     order.append(item)
         else:
             own.append(make_setting(name, value, origin))
@@ -68,6 +71,22 @@ def read_files(
             )
         files += read_files(command, lower, is_key, (*above, file))
     return files
+
+
+def _own_files_in(entry: Mapping[Any, Any]) -> list[str]:
+    """Returns the own files of other systems (`preset_of_own_file`) that a mapping in `defaults`
+    names; [] if there are none.
+
+    >>> _own_files_in({"actor@actor_rollout_ref.actor": "dp_actor"})
+    ['actor/dp_actor']
+    """
+    names = []
+    for group, option in entry.items():
+        words = str(group).removeprefix("override ").removeprefix("optional ")
+        name = f"{words.partition('@')[0]}/{option}"
+        if preset_of_own_file(name):
+            names.append(name)
+    return names
 
 
 def _file_beside(file: Path, name: str) -> Path | None:

@@ -1177,17 +1177,21 @@ def test_the_curve_of_a_run_is_one_line():
 
 
 def test_only_evaluations_of_the_same_questions_are_compared():
-    def scores(figure: str, *numbers: int) -> dict[int, float]:
+    def scores(figure: str, *numbers: int, changes=(0, 0)) -> dict[int, float]:
         evaluations = {}
         for step, n in enumerate(numbers):
             evaluations[step] = {"main": {figure: step / 10, "num_questions": n}}
-        return Recorder.scores(SimpleNamespace(evaluations=evaluations))  # type: ignore[arg-type]
+        recorder = SimpleNamespace(evaluations=evaluations, _reward_changes=lambda: changes)
+        return Recorder.scores(recorder)  # type: ignore[arg-type]
 
     assert scores("accuracy", 500, 100, 500) == {0: 0.0, 2: 0.2}
     assert (
         scores("mean_reward", 4, 4) == {0: 0.0, 1: 0.1}
         and scores("other", 4) == scores("accuracy") == {}
     )
+    # The reward was changed after version 1: only a figure that depends on it begins anew.
+    assert scores("mean_reward", 4, 4, 4, changes=(1, 1)) == {2: 0.2}
+    assert scores("accuracy", 4, 4, 4, changes=(1, 1)) == {0: 0.0, 1: 0.1, 2: 0.2}
 
 
 def test_notes_and_warnings_are_said_once():

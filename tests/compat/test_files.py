@@ -28,8 +28,14 @@ def load(name: str, *words: str):
 
 def idle_of(resolved) -> list[str]:
     """The names in the one line on keys that change nothing."""
-    [line] = [note for note in resolved.start_lines if "that change nothing here: " in note]
-    return line.partition("here: ")[2].split(", ")
+    [line] = [line for line in resolved.became if "that change nothing here: " in line]
+    names = line.partition("here: ")[2].split(", ")
+    [at_start] = [line for line in resolved.start_lines if "that change nothing here: " in line]
+    if len(names) <= 8:
+        assert at_start == line
+    else:
+        assert at_start.endswith(f": {', '.join(names[:3])} and others (--dry-run names all)")
+    return names
 
 
 def test_maxtexts_rl_file_loads():

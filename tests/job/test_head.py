@@ -327,7 +327,7 @@ def test_what_flags_of_other_systems_became_is_said():
     )
 
 
-def test_many_flags_are_a_short_block_in_which_each_is_named(capsys):
+def test_many_flags_are_a_short_block(capsys):
     differing = ["actor_rollout_ref.actor.ppo_mini_batch_size=64"]
     idle = [
         "actor_rollout_ref.rollout.name=vllm",
@@ -340,12 +340,11 @@ def test_many_flags_are_a_short_block_in_which_each_is_named(capsys):
     setting_keys += ["actor_rollout_ref.rollout.temperature=0.5"]
     setting_keys += ["actor_rollout_ref.actor.grad_clip=0.5", "data.seed=3"]
     _, resolved = compose("train", [*setting_keys, *differing, *idle])
-    names = ", ".join(word.partition("=")[0] for word in setting_keys)
     places = "--dry-run and docs/flags-verl.md say"
     assert resolved.flag_lines == (
         f"{differing[0]} became algorithm.num_minibatches=2: 128 prompts a step, 64 an update",
         f"change nothing here ({places} why): {', '.join(idle)}",
-        f"set keys ({places} which): {names}",
+        f"9 others set keys ({places} which)",
     )
     Console().block("flags of other systems:", resolved.flag_lines)
     printed = capsys.readouterr().out

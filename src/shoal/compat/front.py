@@ -35,7 +35,7 @@ from shoal.config.foreign import (
     Yielding,
 )
 from shoal.config.key import keys_of, shown, text_of
-from shoal.config.merge import PACKAGED, Merged, Resolved, with_origins
+from shoal.config.merge import FEW, MANY, PACKAGED, Merged, Resolved, with_origins
 from shoal.config.names import names_of
 from shoal.config.token import HUB_TOKEN_KEY
 from shoal.records import ShoalError
@@ -723,8 +723,11 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[Fla
         file = draft.typed[layer_index].file
         assert file is not None
         verb = "changes" if len(names) == 1 else "change"
-        idle = f"{count(len(names), 'key')} that {verb} nothing here: {', '.join(names)}"
-        lines.append(FlagLine(f"{file.name}: {idle}", is_note=True))
+        about = f"{file.name}: {count(len(names), 'key')} that {verb} nothing here"
+        brief = ""
+        if len(names) > MANY:
+            brief = f"{about}: {', '.join(names[:FEW])} and others (--dry-run names all)"
+        lines.append(FlagLine(f"{about}: {', '.join(names)}", is_note=True, brief=brief))
     return lines
 
 

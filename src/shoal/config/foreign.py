@@ -146,6 +146,7 @@ class FlagLine:
     flags: tuple[str, ...] = ()  # the flags as typed, `name=value`
     is_idle: bool = False  # True if the flags change nothing, for the reason that their page has
     system: str = ""  # the system of the flags, like `TRL`
+    brief: str = ""  # what the start of a run shows in place of a long `text`; '' shows `text`
 
 
 @dataclass(frozen=True)

@@ -555,8 +555,8 @@ def with_origins(message: str, origins: Mapping[str, str]) -> str:
 
 MANY = 8
 FEW = 3
-"""If a preset sets more than MANY values, the line at the start of a run shows only the first FEW
-of them."""
+"""If a preset sets more than MANY values, or if more than MANY keys of a file change nothing, the
+line at the start of a run shows only the first FEW of them."""
 
 
 @dataclass(frozen=True)
@@ -658,8 +658,8 @@ def load(
 def _flag_lines(became: Sequence[FlagLine]) -> list[str]:
     """Returns the lines about flags of other systems at the start of a run: one for each flag that
     acts in a way to explain, then one for all that change nothing, then one for all that only set
-    keys. A flag that alone changes nothing keeps its reason; of more than MANY lines of flags that
-    set keys only the flags' names are left. `became`: a line for each flag."""
+    keys. A flag that alone changes nothing keeps its reason; of more than MANY flags that set keys
+    only their number is left. `became`: a line for each flag."""
     lines = []
     idle = []
     setting_keys = []
@@ -667,7 +667,7 @@ def _flag_lines(became: Sequence[FlagLine]) -> list[str]:
         if line.is_note and line.is_idle:
             idle.append(line)
         elif line.is_note:
-            lines.append(line.text)
+            lines.append(line.brief or line.text)
         elif line.short:
             setting_keys.append(line)
     if len(idle) == 1:
@@ -676,8 +676,8 @@ def _flag_lines(became: Sequence[FlagLine]) -> list[str]:
         flags = [flag for line in idle for flag in line.flags]
         lines.append(f"change nothing here ({_pages(idle)} say why): {', '.join(flags)}")
     if len(setting_keys) > MANY:
-        names = [flag.partition("=")[0] for line in setting_keys for flag in line.flags]
-        lines.append(f"set keys ({_pages(setting_keys)} say which): {', '.join(names)}")
+        number = sum(len(line.flags) for line in setting_keys)
+        lines.append(f"{number} others set keys ({_pages(setting_keys)} say which)")
     elif setting_keys:
         lines.append(f"set keys: {'; '.join(line.short for line in setting_keys)}")
     return lines

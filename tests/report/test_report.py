@@ -1181,7 +1181,9 @@ def test_only_evaluations_of_the_same_questions_are_compared():
         evaluations = {}
         for step, n in enumerate(numbers):
             evaluations[step] = {"main": {figure: step / 10, "num_questions": n}}
-        recorder = SimpleNamespace(evaluations=evaluations, _reward_changes=lambda: changes)
+        recorder = SimpleNamespace(
+            evaluations=evaluations, reward_since=changes[0], functions_since=changes[1]
+        )
         return Recorder.scores(recorder)  # type: ignore[arg-type]
 
     assert scores("accuracy", 500, 100, 500) == {0: 0.0, 2: 0.2}

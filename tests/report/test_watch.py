@@ -7,11 +7,13 @@ import json
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from shoal.commands.view.verdict import accuracy_change
+from shoal.config.key import values_of
 from shoal.config.merge import compose
 from shoal.config.stored import texts_of
 from shoal.config.train import Config
@@ -111,31 +113,72 @@ def test_a_good_run_is_not_warned_of():
     assert not watch.evaluation(5, before, {"accuracy": 0.38, "accuracy_interval": [0.28, 0.48]})
 
 
-def test_an_accuracy_of_another_reward_is_no_loss(tmp_path):
-    warnings = []
+def resumed_recorder(folder, warnings, before: str, now: str, first_answers=()) -> Recorder:
+    """The recorder of a run that is resumed from version 2 with the reward `now`."""
     console = SimpleNamespace(
-        warning=lambda text, key: warnings.append(text), evaluation=lambda *_: None
+        warning=lambda text, key: warnings.append(text),
+        evaluation=lambda *_: None,
+        note=lambda *_: None,
     )
+    recorder = Recorder(
+        folder,
+        console,  # type: ignore[arg-type]
+        10,
+        False,
+        lambda _: RolloutStats(),
+        lambda: 0,
+        lambda: 0,
+    )
+    recorder.folder.missing_steps = lambda version: []
+    state = recorder.state()
+    state["watch"]["first_answers"] = list(first_answers)
+    settings = []
+    for reward in (before, now):
+        settings.append(values_of(compose(Config, [f"reward={reward}"])[0]))
+    recorder.restore(state, 2, True, (), ["held_out"], (settings[0], settings[1]))
+    return recorder
+
+
+def judged_by_reward(share: float) -> dict[str, dict[str, Any]]:
+    figures = {"accuracy": share, "accuracy_interval": [share - 0.1, share + 0.1]}
+    figures |= {"accuracy_by": "reward", "mean_reward": 0.5, "num_questions": 9}
+    return {"held_out": figures}
+
+
+def test_an_accuracy_of_another_reward_is_no_loss(tmp_path):
+    warnings: list[str] = []
     with RunWriter.create(tmp_path, "run") as folder:
-        recorder = Recorder(
-            folder,
-            console,  # type: ignore[arg-type]
-            10,
-            False,
-            lambda _: RolloutStats(),
-            lambda: 0,
-            lambda: 0,
-        )
+        folder.write_evaluation(0, *next(iter(judged_by_reward(0.9).items())))
+        recorder = resumed_recorder(folder, warnings, "accuracy_reward", "format_reward")
         with closing(recorder):
-            for version, reward in ((0, "accuracy_reward"), (2, "format_reward")):
-                settings = compose(Config, ["steps=10", f"reward={reward}"])[0]
-                folder.write_config(*texts_of(settings), version)
-            for version, share in ((0, 0.9), (3, 0.5), (4, 0.1)):
-                figures = {"accuracy": share, "accuracy_interval": [share - 0.1, share + 0.1]}
-                figures |= {"accuracy_by": "reward", "mean_reward": 0.5}
-                recorder.evaluation(version, {"held_out": figures}, [], 0, 1.0)
+            for version, share in ((3, 0.5), (4, 0.1)):
+                recorder.evaluation(version, judged_by_reward(share), [], 0, 1.0)
                 assert len(warnings) == (version == 4)
     assert "accuracy is 10.0%, in the first evaluation it was 50.0%" in warnings[0]
+
+
+@pytest.mark.parametrize("now", ["accuracy_reward", "format_reward"])
+def test_the_best_checkpoint_is_one_of_the_same_reward(tmp_path, now):
+    with RunWriter.create(tmp_path, "run") as folder:
+        for version, share in ((0, 0.8), (2, 0.9)):
+            folder.write_evaluation(version, *next(iter(judged_by_reward(share).items())))
+        recorder = resumed_recorder(folder, [], "accuracy_reward", now, [(0, 0.5)])
+        changed = now != "accuracy_reward"
+        with closing(recorder):
+            assert recorder.scores() == ({} if changed else {0: 0.8, 2: 0.9})
+            assert bool(recorder.watch.first_answers) == (not changed)
+            recorder.evaluation(4, judged_by_reward(0.6), [], 0, 1.0)
+            assert recorder.scores() == ({4: 0.6} if changed else {0: 0.8, 2: 0.9, 4: 0.6})
+
+
+def test_a_change_of_reward_before_the_last_resume_still_counts(tmp_path):
+    with RunWriter.create(tmp_path, "run") as folder:
+        for version, reward in ((0, "accuracy_reward"), (1, "format_reward")):
+            settings = compose(Config, [f"reward={reward}"])[0]
+            folder.write_config(*texts_of(settings), version)
+        recorder = resumed_recorder(folder, [], "format_reward", "format_reward")
+        with closing(recorder):
+            assert (recorder.reward_since, recorder.functions_since) == (1, 1)
 
 
 def test_a_reward_function_that_never_varies_is_named():

@@ -3,6 +3,7 @@ nothing is missed."""
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import weakref
@@ -804,21 +805,37 @@ def test_a_resumed_run_samples_from_what_its_checkpoint_holds():
         assert 0 <= step - schedule.version(step) <= schedule.max_staleness
 
 
-class Resumed(Diary):
-    """A diary whose watch has the rewards of the first evaluation."""
+class Rescored(Diary):
+    """A diary of a run whose reward changed at version 2; evaluations since then have scores."""
 
-    def restore(self, *_: Any) -> None:
-        self.watch.first_answers = {0: 0.5}
+    reward_since = 2
+
+    def __init__(self, scores: dict[int, float]) -> None:
+        super().__init__()
+        self.evaluated.update({0: 0.5, 2: 0.7} | scores)
+        self.given = scores
+        self.written = io.StringIO()
+        self.console = Console(self.written)
+        self.settings: tuple = ()
+
+    def restore(self, *arguments: Any) -> None:
+        self.settings = arguments[-1]
+
+    def scores(self) -> Any:
+        return self.given
 
 
-@pytest.mark.parametrize(("function", "kept"), [("reward.py:old", True), ("reward.py:new", False)])
-def test_rewards_of_answers_are_not_compared_with_those_of_another_reward(function, kept):
+@pytest.mark.parametrize(
+    ("keep_best", "scores", "told"), [(1, {}, True), (1, {2: 0.7}, False), (0, {}, False)]
+)
+def test_a_run_says_that_the_best_of_another_reward_counts_no_more(keep_best, scores, told):
     config = Config(
         steps=3,
         reward=RewardSection(functions=("reward.py:old",)),
         train=TrainSection(evaluate_every=0),
+        checkpoint=CheckpointSection(keep_best=keep_best),
     )
-    diary = Resumed()
+    diary = Rescored(scores)
     rows = [Example(row, str(row)) for row in range(50)]
     prompts = PromptStream(rows, lambda prompt: np.array([1]), 0, 10)
     extra = {
@@ -828,11 +845,14 @@ def test_rewards_of_answers_are_not_compared_with_those_of_another_reward(functi
         "recorder": {},
         "evaluated": True,
     }
-    now = replace(config, reward=RewardSection(functions=(function,)))
+    now = replace(config, reward=RewardSection(functions=("reward.py:new",)))
     restored = Restored(2, state_of(2), extra)
-    run = Run(now, None, diary, diary, prompts, diary, diary, diary, restored=restored)
-    run.begin()
-    assert bool(diary.watch.first_answers) == kept
+    Run(now, None, diary, diary, prompts, diary, diary, diary, restored=restored).begin()
+    said = " ".join(diary.written.getvalue().split())
+    assert ("the evaluations up to step 2 are of another reward" in said) == told
+    before, after = diary.settings
+    assert before["reward.functions"] == ["reward.py:old"]
+    assert after["reward.functions"] == ("reward.py:new",)
 
 
 # ---- with the real source

@@ -110,6 +110,10 @@ class Recorder:
     completions_every: int = 0
     followed: Followed | None = None  # the recipe whose band evaluations are held against
     price_per_hour: float = 0.0  # of all devices of the run; 0: not known
+    # the versions at which the run was last resumed with another reward, and with other reward
+    # functions, as `compared_since` takes them; 0: never
+    reward_since: int = 0
+    functions_since: int = 0
     _exhausted: bool = False
     _stopped_by: str = ""  # who ended the run before its last step; "" if nobody did
     # seconds per completion of the last evaluation in which nothing was compiled
@@ -388,7 +392,7 @@ class Recorder:
         first = 0
         since = 0
         if ACCURACY_BY in figures:
-            _, since = self._reward_changes()
+            since = self.functions_since
         if since:
             later = [version for version in self.evaluations if version > since]
             if not later:
@@ -396,35 +400,24 @@ class Recorder:
             first = min(later)
         return self.evaluations.get(first, {}).get(data_set, {})
 
-    def _reward_changes(self) -> tuple[int, int]:
-        """Returns the versions at which a resumed run changed its reward and its reward functions
-        last, or 0 for each."""
-        settings = {}  # version at which each part of the run began -> its settings
-        for version, file in parts_of(self.folder.path).items():
-            settings[version] = flat_values(file)
-        return reward_changed_at(settings), functions_changed_at(settings)
-
     def scores(self) -> dict[int, float]:
         """Returns version -> its score, by which checkpoints are compared: the accuracy on the
-        first data set, or its mean reward if there is no accuracy. Evaluations on fewer questions
-        than the largest one are left out, because their scores are less certain; so are those
-        without either figure, and those before a change of the reward on which their figure
-        depends."""
-        main_sets = {}
+        first data set, or its mean reward if there is no accuracy. Left out are evaluations without
+        either figure, and those before the change of a reward that the figure depends on
+        (`compared_since`). Of the others, those on fewer questions than the largest one are left
+        out too, because their scores are less certain."""
+        scored: dict[int, tuple[float, int]] = {}  # version -> (score, number of questions)
         for version, figures in self.evaluations.items():
-            main_sets[version] = next(iter(figures.values()), {})
-        most_questions = 0
-        for main in main_sets.values():
-            most_questions = max(most_questions, main.get("num_questions", 0))
-        changes = self._reward_changes()
+            main = next(iter(figures.values()), {})
+            name = "accuracy" if "accuracy" in main else "mean_reward"
+            score = main.get(name)
+            since = compared_since(name, main, self.reward_since, self.functions_since)
+            if score is not None and (version > since or not since):
+                scored[version] = (score, main.get("num_questions", 0))
+        most_questions = max((number for _, number in scored.values()), default=0)
         scores = {}
-        for version, main in main_sets.items():
-            figure = "accuracy" if "accuracy" in main else "mean_reward"
-            score = main.get(figure)
-            since = compared_since(figure, main, *changes)
-            if since and version <= since:
-                continue
-            if main.get("num_questions", 0) == most_questions and score is not None:
+        for version, (score, number) in scored.items():
+            if number == most_questions:
                 scores[version] = score
         return scores
 
@@ -463,6 +456,7 @@ class Recorder:
         evaluated: bool,
         again: Collection[int] = (),
         data_sets: Collection[str] = (),
+        settings: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
     ) -> None:
         """Continues a run after `version`: sets the recorder to the state that the checkpoint of
         this version holds, and rewinds the run's files to it.
@@ -472,8 +466,9 @@ class Recorder:
         evaluation of `version` is complete if it was so when the checkpoint was saved
         (`evaluated`), or if there are figures of each of `data_sets` now: the last version of a run
         is evaluated after its checkpoint. Warns if lines of earlier steps are missing. `state`:
-        what the method `state` returned. This recorder must be new, because some sums are added to
-        its own, others replace them."""
+        what the method `state` returned. `settings`: those of the checkpoint and those of now, each
+        dotted key -> value, which tell whether the reward changes here. This recorder must be new,
+        because some sums are added to its own, others replace them."""
         self.prompts_dropped = state["dropped"]
         self.failures.update({(name, kind): number for name, kind, number in state["failures"]})
         self.seconds.update(state["seconds"])
@@ -482,6 +477,7 @@ class Recorder:
         # Tokens that were under way when the trainer ended are lost.
         self.account["lost"] += token_account(self.account)["unused"]
         self.watch.restore(state["watch"])
+        self._note_changes_of_reward(version, settings)
         self.started -= state["seconds_total"]  # the time of earlier processes counts, too
         # The price and the number of devices may be others now. Where no price was known before,
         # the present one stands for it.
@@ -497,6 +493,28 @@ class Recorder:
                 f"{missing[0]}: they were lost, as in a power cut; the weights are not affected"
             )
         self.evaluations.update(self.folder.read_evaluations())
+
+    def _note_changes_of_reward(
+        self, version: int, settings: tuple[Mapping[str, Any], Mapping[str, Any]]
+    ) -> None:
+        """Sets `reward_since` and `functions_since` for a run that is resumed from `version`, and
+        forgets the answers of the first evaluation if the reward changes here, because later ones
+        are not comparable with them. `settings`: as in `restore`."""
+        # The settings of now are stored after the first step, and only by the first process; so
+        # they are compared here. A part that began at this version or later is lost.
+        parts = {}
+        for number, file in parts_of(self.folder.path).items():
+            if number < version:
+                parts[number] = flat_values(file)
+        self.reward_since = reward_changed_at(parts)
+        self.functions_since = functions_changed_at(parts)
+        before, now = settings
+        # These take the settings by the version at which they began: any two do.
+        if functions_changed_at({0: before, 1: now}):
+            self.functions_since = version
+        if reward_changed_at({0: before, 1: now}):
+            self.reward_since = version
+            self.watch.first_answers = {}
 
     # -- the end
 
@@ -537,7 +555,7 @@ class Recorder:
             self.console.heading("before and after")
             if self.keep_groups:
                 solved = self.folder.solved_question(next(iter(summary.after)), last)
-        since = self._reward_changes()
+        since = (self.reward_since, self.functions_since)
         facts = [
             curve_text(self.evaluations, *since),
             summary_facts(summary),

@@ -29,7 +29,6 @@ from shoal.records import Group, Params, Purpose, ShoalError
 from shoal.report.recorder import Recorder, StepRecord
 from shoal.report.timeline import Timeline, timed
 from shoal.runs.lines import Summary, leaves
-from shoal.runs.reader import reward_changed_at
 from shoal.runs.summary import version_text
 from shoal.stop import StopRequested, StopSignal
 from shoal.tasks.builtin_rewards import PENALTY
@@ -280,19 +279,32 @@ class Run:
         if self.is_evaluated_again(version, extra["evaluated"]):
             evaluated_again.add(version)
         self.recorder.restore(
-            extra["recorder"], version, extra["evaluated"], evaluated_again, self.evaluator.sets
+            extra["recorder"],
+            version,
+            extra["evaluated"],
+            evaluated_again,
+            self.evaluator.sets,
+            (dict(leaves(extra["config"])), values_of(self.config)),
         )
-        stored_settings = dict(leaves(extra["config"]))
-        # `reward_changed_at` takes the settings by the version at which they began: any two do.
-        if reward_changed_at({0: stored_settings, 1: values_of(self.config)}):
-            # Rewards of the first answers are not comparable with those of another function.
-            self.recorder.watch.first_answers = {}
+        self.note_incomparable_scores(version)
         self.restored = None
         self.begin_callbacks(version, state)
         lacks_evaluation = self.evaluation_due(version) and version not in self.recorder.evaluations
         if lacks_evaluation and not self.ends_at(version):
             self.evaluate(version, state)
         return state, version
+
+    def note_incomparable_scores(self, version: int) -> None:
+        """Prints a line if the run, resumed from the checkpoint of `version` with another reward,
+        keeps the best checkpoints, and no evaluation so far counts for that any more."""
+        if not self.config.checkpoint.keep_best or not self.recorder.evaluations:
+            return
+        if self.recorder.reward_since == version and not self.recorder.scores():
+            self.recorder.console.note(
+                f"checkpoint.keep_best: the evaluations up to step {version} are of another "
+                "reward, so only later ones count; a checkpoint that was kept as the best of them "
+                "is deleted when the next is saved, unless checkpoint.keep_last keeps it"
+            )
 
     def is_evaluated_again(self, version: int, evaluated: bool) -> bool:
         """True if the run, resumed from the checkpoint of `version`, makes an evaluation of this

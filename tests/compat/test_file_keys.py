@@ -39,6 +39,7 @@ OTHER: dict[str, Any] = {
     ACTOR + "policy_loss.loss_mode": "gspo",
     ACTOR + "loss_agg_mode": "seq-mean-token-mean",
     ROLLOUT + "top_k": 5,
+    "data.train_max_samples": 7,
     "data.val_max_samples": 7,
 }
 """Another value of a key, where twice or half of it, or the other truth value, is none."""

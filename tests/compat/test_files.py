@@ -233,7 +233,6 @@ def test_verls_file_loads_with_an_estimator_of_groups():
         "actor_rollout_ref.actor.optim.optimizer: Muon",
         "actor_rollout_ref.actor.fsdp_config.model_dtype: bf16",
         "actor_rollout_ref.actor.router_replay.mode: R2",
-        "data.train_max_samples: 100",
         "data.custom_cls.path: mine.py",
         "data.sampler.class_path: mine.py",
         "reward_manager.name: prime",

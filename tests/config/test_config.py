@@ -1050,6 +1050,7 @@ FIXED_MEANING = {
     "batch.prompts_per_device",
     "checkpoint.keep_best",
     "report.completions_every",
+    "task.num_train_questions",
     "price",
 }
 """Keys whose default 0 is a value as any other: off, none, all, or the longest."""

@@ -21,6 +21,8 @@ from shoal.config.derived import for_devices, price_per_hour, price_text, stalen
 from shoal.config.merge import compose
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import LoraSection, ModelSection
+from shoal.config.sections.reward import RewardSection
+from shoal.config.sections.task import TaskSection
 from shoal.job import memory as memory_module
 from shoal.job.head import data_lines, model_text, print_head
 from shoal.job.job import Job
@@ -28,7 +30,7 @@ from shoal.mesh import available_devices, make_roles
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
 from shoal.report.console import Console
-from shoal.tasks.task import DataReport, Task
+from shoal.tasks.task import DataReport, Task, load_by_name
 from shoal.trainer.loss import make_objective
 from shoal.weights.source import open_run_model, resolve_model
 
@@ -585,3 +587,21 @@ def test_a_reward_is_tried_on_a_prompt_of_each_data_source(workshop, tmp_path):
     assert "data_source letters: right 0, wrong 0, empty 0" in scores
     [warning] = [line for line in lines if "of the answers tried" in line]
     assert "data_source letters: of the answers tried all score 0" in warning
+
+
+def test_a_trial_trains_on_the_first_rows(workshop, tmp_path):
+    def write(name: str, first: int, number: int) -> Path:
+        rows = [json.dumps({"prompt": f"{n} + 1 =", "answer": f"{n + 1}"}) for n in range(number)]
+        path = tmp_path / name
+        path.write_text("\n".join(rows[first:]))
+        return path
+
+    training = write("train.jsonl", 5, 45)
+    own_data = ("task=custom", f"task.path={training}", f"task.eval_split={write('v.jsonl', 0, 5)}")
+    reward = f"reward={workshop.rewards}:letters"
+    lines = head_of(workshop, *own_data, reward, "task.num_train_questions=8")
+    assert "training prompts: 8 of 40 rows; dropped: 32 (task.num_train_questions=8)" in lines
+    lines = head_of(workshop, *own_data, reward, "task.num_train_questions=40")
+    assert "training prompts: 40 of 40 rows" in lines
+    generated = load_by_name(TaskSection(name="words", num_train_questions=8), RewardSection())
+    assert [example.row for example in generated.train] == list(range(8))

@@ -413,6 +413,13 @@ FLAGS: list[Flag] = [
         _R + "val_kwargs.top_k",
     ),
     reads(
+        "data.train_max_samples",
+        "task.num_train_questions",
+        flags.least_zero("task.num_train_questions"),
+        "the first so many rows, before long prompts are dropped, where verl draws them with "
+        "data.shuffle; -1 is 0: all",
+    ),
+    reads(
         "data.val_max_samples",
         "task.num_eval_questions",
         flags.least_zero("task.num_eval_questions"),
@@ -723,7 +730,6 @@ FLAGS: list[Flag] = [
         _R + "agent.agent_loop_config_path",
         _R + "multi_turn.enable",
     ),
-    *refused("every row is trained on; shorten the file", "data.train_max_samples"),
     *refused(
         "data are read by task.name=custom",
         "data.custom_cls.path",

@@ -18,7 +18,7 @@ from shoal.tasks.custom import Correct, rows_of_section
 from shoal.tasks.generated import LazyRows
 from shoal.tasks.graders.judge_model import JudgeFunction
 from shoal.tasks.splits import asked_rows
-from shoal.tasks.task import Task, load_by_name, no_reward
+from shoal.tasks.task import Task, load_by_name, no_reward, with_fewer_rows
 from shoal.text import count
 from shoal.trainer.prompts import Encode, TokenizedExample, prepare
 
@@ -233,10 +233,16 @@ def task_of_data(
                 f"{'held_out' if held_out is not None else 'correct'} is for rows; a shoal.Task "
                 "has `evaluations` and `correct` itself: set them there"
             )
-        return with_rewards(data, task, reward, functions)
+        return with_rewards(with_fewer_rows(data, task), task, reward, functions)
     default = TaskSection()
     for key, value in vars(task).items():
-        has_effect = key in ("name", "num_eval_questions", "hold_out", "system")
+        has_effect = key in (
+            "name",
+            "num_train_questions",
+            "num_eval_questions",
+            "hold_out",
+            "system",
+        )
         # The training rows, or what a run noted of the rows that it was given.
         is_split = key == "eval_split" and value in (task.split, HELD_OUT_ROWS)
         if not (has_effect or is_split) and value != getattr(default, key):

@@ -22,7 +22,7 @@ from shoal.tasks.builtin_rewards import find_builtin, has_verl_reward
 from shoal.tasks.data_folder import Published
 from shoal.tasks.examples import SHARE_GPT_ADVICE, ExampleMaker, is_share_gpt, prompt_key
 from shoal.tasks.splits import Splits, read_splits, with_rows
-from shoal.tasks.task import CUSTOM, Task
+from shoal.tasks.task import CUSTOM, Task, with_fewer_rows
 from shoal.tasks.template import fill, parse_template, template_text
 from shoal.text import count
 
@@ -181,7 +181,7 @@ def given_task(section: TaskSection) -> Task | None:
         return None
     data, held_out = given
     if isinstance(data, Task):
-        return data
+        return with_fewer_rows(data, section)
     return rows_of_section(data, held_out, None, section)
 
 
@@ -193,7 +193,8 @@ def rows_of_section(
     None, the evaluation rows are the training rows."""
     if held_out is None and section.eval_split == section.split:
         held_out = SAME
-    return rows_task(data, held_out, correct, section.num_eval_questions, section.hold_out)
+    task = rows_task(data, held_out, correct, section.num_eval_questions, section.hold_out)
+    return with_fewer_rows(task, section)
 
 
 def listed(task: Any, held_out: Any) -> tuple[Any, Any]:

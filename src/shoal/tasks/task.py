@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.config.keywords import ROWS
@@ -138,9 +138,20 @@ def load_by_name(task: TaskSection, reward: RewardSection) -> Task:
             f"{nearest(task.name, TASKS)!r}? Tasks: {', '.join(TASKS)}"
         )
     load = importlib.import_module(TASKS[task.name]).load
-    if "reward" in inspect.signature(load).parameters:
-        return load(task, reward)
-    return load(task)
+    takes_reward = "reward" in inspect.signature(load).parameters
+    loaded = load(task, reward) if takes_reward else load(task)
+    return with_fewer_rows(loaded, task)
+
+
+def with_fewer_rows(loaded: Task, task: TaskSection) -> Task:
+    """Returns the task with its first `task.num_train_questions` training rows (0: all); its data
+    report counts the others as dropped. The given task is not changed."""
+    limit = task.num_train_questions
+    num_others = len(loaded.train) - limit
+    if limit == 0 or num_others <= 0:
+        return loaded
+    dropped = {**loaded.data.dropped, f"task.num_train_questions={limit}": num_others}
+    return replace(loaded, train=loaded.train[:limit], data=replace(loaded.data, dropped=dropped))
 
 
 def no_reward(task: TaskSection) -> ShoalError:

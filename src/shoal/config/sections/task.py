@@ -182,6 +182,8 @@ class TaskSection:
     """Split to train on."""
     eval_split: str = key("test", stages=("evaluation", "data"), acts_if="data is read")
     """Split to evaluate on, or files by their paths, with commas between them: data/val.parquet."""
+    num_train_questions: int = key(0, stages=("data",))
+    """Rows to train on, the first so many; 0 for all. For a trial of a run on few of them."""
     num_eval_questions: int = key(500, stages=("evaluation", "data"))
     """Held-out questions in an evaluation; 0 for all."""
     hold_out: bool = key(True, stages=("data", "evaluation"), acts_if="data is read")
@@ -208,7 +210,7 @@ class TaskSection:
             self.name,
             f"the name of a task; for your own data write task=custom task.path={self.name}",
         )
-        at_least(self, "task.", 0, "num_eval_questions", note="all")
+        at_least(self, "task.", 0, "num_train_questions", "num_eval_questions", note="all")
         require(1 <= self.num_steps <= 8, "task.num_steps", self.num_steps, "1 to 8")
         at_least(self, "task.", 20, "max_value")
         require(2 <= self.num_numbers <= 6, "task.num_numbers", self.num_numbers, "2 to 6")

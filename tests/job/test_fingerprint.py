@@ -76,7 +76,8 @@ def test_data_are_the_same_whether_a_run_evaluates_or_not() -> None:
         task = Task("rows", train=[Example(0, prompt)], evaluations=sets)
         return fingerprint(for_training(task, config), 0)
 
-    console = Console(io.StringIO())
+    silent = io.StringIO()
+    console = Console(silent)
     compare_facts(facts(3), facts(-1), console)
     compare_facts(facts(-1), facts(3), console)
     # An earlier version saved the digest of the rows alone if the run did not evaluate.
@@ -84,11 +85,21 @@ def test_data_are_the_same_whether_a_run_evaluates_or_not() -> None:
     del earlier["training_rows"]
     compare_facts(earlier, facts(-1), console)
     compare_facts(earlier, facts(3), console)
-    for changed in (facts(3, prompt="1+3"), facts(-1, prompt="1+3"), facts(3, question="2+3")):
+    for changed in (facts(3, prompt="1+3"), facts(-1, prompt="1+3")):
         with pytest.raises(ShoalError, match="the training data is not what this run"):
-            compare_facts(facts(3), changed, console)
+            compare_facts(facts(3), changed, console, evaluates=False, has_evaluated=False)
     with pytest.raises(ShoalError, match="the training data is not what this run"):
         compare_facts(earlier, facts(3, prompt="1+3"), console)
+    assert silent.getvalue() == ""
+    # Other evaluation sets matter only to a run that compares evaluations.
+    with pytest.raises(ShoalError, match=r"the evaluation sets are not .*evaluate_every=-1"):
+        compare_facts(facts(3), facts(3, question="2+3"), console)
+    for evaluates, has_evaluated in ((False, True), (True, False), (False, False)):
+        written = io.StringIO()
+        compare_facts(
+            facts(3), facts(3, question="2+3"), Console(written), evaluates, has_evaluated
+        )
+        assert "the evaluation sets are not those" in " ".join(written.getvalue().split())
 
 
 def test_a_changed_file_is_warned_of_once_for_all_its_functions() -> None:

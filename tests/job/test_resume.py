@@ -1533,6 +1533,29 @@ def test_evaluations_are_turned_off_and_on_again(workshop, stopped):
 
 
 @pytest.mark.slow
+def test_evaluation_sets_count_once_the_run_evaluates(workshop, tmp_path, capsys):
+    questions = tmp_path / "questions.jsonl"
+    text = workshop.data.with_name("gsm8k_test.jsonl").read_text()
+    questions.write_text(text)
+    run = workshop.train("quiet", "steps=1", f"task.eval_split={questions}", *UNEVALUATED)
+    resume = ["train", f"resume={run}"]
+    questions.write_text(text.replace("58", "59"))
+    capsys.readouterr()
+    assert cli.main([*resume, "steps=2"]) == 0
+    note = "the evaluation sets are not those that this run was started with: it goes on"
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert cli.main([*resume, "steps=3", "train.evaluate_every=0"]) == 0  # its first evaluation
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert [line["step"] for line in read_lines(run / "evaluations.jsonl")] == [3]
+    questions.write_text(text)
+    error = failed(capsys, [*resume, "steps=4"])
+    assert "the evaluation sets are not those that this run was started with (" in error
+    # The sets of the evaluation stay those of the run while it makes none.
+    assert cli.main([*resume, "steps=4", "train.evaluate_every=-1"]) == 0
+    assert "the evaluation sets" in failed(capsys, [*resume, "steps=5", "train.evaluate_every=0"])
+
+
+@pytest.mark.slow
 def test_another_machine_and_another_reward_are_said(workshop, stopped, capsys):
     file = stopped / "checkpoints" / "2" / "extra" / "metadata"
     extra = json.loads(file.read_text())

@@ -197,20 +197,25 @@ def _local_imports(file: Path) -> list[Path]:
     return sorted(path for path in paths - {file} if path.is_file())
 
 
-def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Console) -> None:
+def compare_facts(
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    console: Console,
+    evaluates: bool = True,
+    has_evaluated: bool = True,
+) -> None:
     """Compares the fingerprint of a checkpoint, `saved`, with that of this process, `now`. Raises
     ShoalError if the data, the frozen weights, the reference or the teacher differ; warns if the
     machine or the files of reward functions, tools, environments or an advantage function do, or if
     weights cannot be compared. Models and functions that only one of the two has are not
-    compared."""
+    compared.
+
+    Other evaluation sets are an error only if the run evaluates now (`evaluates`) and has an
+    evaluation from before (`has_evaluated`), with which it would be compared; else they are a
+    note."""
     from shoal.weights.checksum import same_weights
 
-    # If a run did not evaluate, earlier versions of Shoal saved the digest of its rows alone.
-    if saved["data"] not in (now["data"], now["training_rows"]):
-        raise ShoalError(
-            f"the training data is not what this run was started with (it had {saved['data']}, now "
-            f"{now['data']}): restore the old data, or start a new run from its weights"
-        )
+    _compare_data(saved, now, console, evaluates and has_evaluated)
     cures = {
         "base": (
             "the weights under the adapter (model.path)",
@@ -261,3 +266,28 @@ def compare_facts(saved: Mapping[str, Any], now: Mapping[str, Any], console: Con
             "checkpoint was saved: if they judge or answer differently now, figures before and "
             "after it cannot be compared"
         )
+
+
+def _compare_data(
+    saved: Mapping[str, Any], now: Mapping[str, Any], console: Console, compares_evaluations: bool
+) -> None:
+    """Raises ShoalError if the training rows of two fingerprints differ, or, with
+    `compares_evaluations`, their evaluation sets; without it, other sets are a note."""
+    # If a run did not evaluate, earlier versions of Shoal saved the digest of its rows alone.
+    if saved["data"] in (now["data"], now["training_rows"]):
+        return
+    if saved.get("training_rows") != now["training_rows"]:
+        raise ShoalError(
+            f"the training data is not what this run was started with (it had {saved['data']}, now "
+            f"{now['data']}): restore the old data, or start a new run from its weights"
+        )
+    changed = "the evaluation sets are not those that this run was started with"
+    if compares_evaluations:
+        raise ShoalError(
+            f"{changed} (with the training rows they were {saved['data']}, now {now['data']}): "
+            "restore the old ones, go on without evaluations by train.evaluate_every=-1, or start "
+            "a new run from its weights"
+        )
+    console.note(
+        f"{changed}: it goes on, because it compares no earlier evaluation with one on the new sets"
+    )

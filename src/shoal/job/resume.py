@@ -312,6 +312,7 @@ def restore_latest(
     facts: Mapping[str, Any],
     console: Console,
     world: World,
+    evaluates: bool,
     frozen: Params | None = None,
     frozen_of_critic: Params | None = None,
 ) -> Restored | None:
@@ -322,8 +323,8 @@ def restore_latest(
     the checkpoint; a warning if the machine or the files of rewards, tools or environments are not.
 
     `a`: the model's architecture; `state`: the shapes of the arrays that the checkpoint must have;
-    `shapes`: those of the
-    sampler's published weights; `facts`: the `fingerprint` of this process.
+    `shapes`: those of the sampler's published weights; `facts`: the `fingerprint` of this process;
+    `evaluates`: True if the run evaluates from now on.
     """
     from shoal.weights.checkpoints import restore_newest
 
@@ -335,7 +336,10 @@ def restore_latest(
         )
         folder.rewind(-1)  # removes the records of all steps
         return None
-    compare_facts(restored.extra["facts"], facts, console)
+    has_evaluated = bool(restored.extra.get("evaluating"))
+    for version in folder.read_evaluations():
+        has_evaluated = has_evaluated or version <= restored.version
+    compare_facts(restored.extra["facts"], facts, console, evaluates, has_evaluated)
     console.note(f"resumed from the checkpoint of step {restored.version}")
     whole = restored.state.with_frozen(frozen, frozen_of_critic)
     return replace(restored, state=whole)

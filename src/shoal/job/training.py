@@ -96,9 +96,14 @@ def open_run(job: Job) -> Run:
             facts=facts,
             console=job.console,
             world=job.world,
+            evaluates=bool(job.task.evaluations),
             frozen=models.frozen,
             frozen_of_critic=models.frozen_of_critic,
         )
+    if restored and not job.task.evaluations:
+        # The sets that earlier evaluations asked, if there were any: with these a later resume that
+        # evaluates again is compared.
+        facts["data"] = restored.extra["facts"]["data"]
     first_version = restored.version if restored else 0
     # A resumed run may have other settings, which are stored by the loop, after its first step.
     requested, decided = texts_of(job.requested, job.decisions)

@@ -136,6 +136,18 @@ def test_the_same_reward_changes_nothing(run):
         assert group["old_advantages"] == group["advantages"]
 
 
+def test_without_a_function_those_of_the_run_score_as_their_file_is_now(run):
+    spec = f"{run.parent / 'rewards.py'}:same"
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(f"{text}\nreward: {{functions: ['{spec}'], weights: [2.0]}}\n")
+    result = under(run)
+    assert result["functions"] == {"same": 2.0}
+    old, new = result["comparison"]["reward_mean"]
+    assert new == pytest.approx(2 * old)
+    assert under(run, weights=(3.0,))["functions"] == {"same": 3.0}
+    assert under(run, "length")["functions"] == {"length": 1.0}
+
+
 def test_rows_from_python_have_no_reward_of_their_own(run):
     (run / "config.yaml").write_text((run / "config.yaml").read_text() + "\ntask: {name: rows}\n")
     assert under(run, "same")["steps"] == [1, 2]

@@ -30,10 +30,11 @@ def rescore(config: RescoreConfig, console: Console | None = None) -> dict[str, 
     """Scores a run's stored training groups with other reward functions, and prints and returns how
     the new rewards compare with the stored ones: the means and how many advantages change their
     sign (`comparison`), what is suspicious about the new reward (`lint`), and completions that only
-    the new one scores high (`hacks`). The functions are `reward.functions`, by default the task's
-    own. `config.step`: a step, from 1, whose groups are then returned too; 0: all steps. Changes
-    nothing in the run's folder. ShoalError if the run has no stored groups, or not this step. A
-    `console` that is given can be used afterwards; None: one for this command."""
+    the new one scores high (`hacks`). The functions are `reward.functions`, by default those of the
+    run, as their files are now. `config.step`: a step, from 1, whose groups are then returned too;
+    0: all steps. Changes nothing in the run's folder. ShoalError if the run has no stored groups,
+    or not this step. A `console` that is given can be used afterwards; None: one for this
+    command."""
     with console or Console() as console:
         run = StoredRun(find_run(config.run))
         algorithm = run.config.algorithm

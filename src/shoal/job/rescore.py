@@ -26,7 +26,7 @@ import numpy as np
 from shoal.algorithm.advantage import nonzero_std
 from shoal.buckets import address
 from shoal.chat.tokenizer_files import read_date
-from shoal.config.keywords import ROWS
+from shoal.config.keywords import FROM_PYTHON, ROWS
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
@@ -63,8 +63,8 @@ NUM_SHOWN = 5
 
 
 def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[str, Any]:
-    """Scores the stored training groups of a run with `reward.functions` (by default the task's
-    own) and the penalty on long completions that each step had, a step at a time. Returns a record
+    """Scores the stored training groups of a run with `reward.functions` (by default the run's own)
+    and the penalty on long completions that each step had, a step at a time. Returns a record
     for JSON that compares the new rewards with the stored ones: `comparison`, with pairs [stored,
     new]; `lint`, what is suspicious about the new reward; `hacks`, completions that may exploit it;
     `functions` with their weights, of the penalty the last; and numbers of steps, groups and
@@ -79,6 +79,7 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
     if step and step not in files:
         run.groups(step)  # raises: it lists the steps that exist
     chosen = [step] if step else list(files)
+    reward = with_functions_of_run(reward, run.config.reward)
     functions = reward_functions(reward, run.config)
     if any(spec.startswith("model:") for spec in reward.functions):
         from shoal.job.reward_model import reward_models  # imports JAX
@@ -147,6 +148,23 @@ def score_again(run: StoredRun, reward: RewardSection, step: int = 0) -> dict[st
             "groups": groups,
         }
     )
+
+
+def with_functions_of_run(reward: RewardSection, of_run: RewardSection) -> RewardSection:
+    """Returns the settings with which a run's completions are scored again: `reward`, or, if it
+    names no function, `reward` with the functions, weights, judge and preset of the run, as far as
+    they are not given. Functions that came from Python are left out."""
+    if reward.functions:
+        return reward
+    default = RewardSection()
+    changes: dict[str, Any] = {}
+    for name in ("functions", "weights", "judge", "preset"):
+        if getattr(reward, name) == getattr(default, name):
+            changes[name] = getattr(of_run, name)
+    if any(spec.startswith(FROM_PYTHON) for spec in of_run.functions):
+        changes["functions"] = ()
+        changes["weights"] = reward.weights
+    return replace(reward, **changes)
 
 
 def reward_functions(reward: RewardSection, run: Config) -> tuple[RewardFunction, ...]:

@@ -769,9 +769,9 @@ def _is_mentioned(position: int, merged: Merged, final_values: Mapping[str, Any]
 
 
 def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[FlagUse]) -> list[str]:
-    """Returns at most one line of advice about recipes, as a list: if two or more flags that only
-    one system has are given without its recipe or a preset, or if the user's file has ENOUGH names
-    of another system than that of the recipe in use. `layers`: as typed; `uses`: the flags in
+    """Returns at most one line of advice about recipes, as a list: if two or more flags of a system
+    (`_systems_of_flags`) are given without a recipe or a preset, or if the user's file has ENOUGH
+    names of another system than that of the recipe in use. `layers`: as typed; `uses`: the flags in
     them."""
     recipe = ""
     has_preset = False
@@ -790,20 +790,39 @@ def _recipe_notes(config_type: type, layers: Sequence[Layer], uses: Sequence[Fla
                 ]
     if recipe or has_preset or "recipe" not in keys_of(config_type):
         return []
-    own: Counter[str] = Counter()  # system -> number of used flags that no other system has
-    for use in uses:
-        num_systems = sum(use.flag.name in rows for rows in _EXACT.values())
-        if use.flag.keys and num_systems == 1:
-            own[use.flag.system] += 1
-    if not own:
+    systems = _systems_of_flags(uses)
+    if not systems:
         return []
-    [(system, number)] = own.most_common(1)
-    if number < 2:
-        return []
+    whose = " or ".join(f"{system}'s" for system in systems)
+    recipes = " or ".join(f"recipe={system.lower()}" for system in systems)
+    which = f"{systems[0]}'s" if len(systems) == 1 else "that system's"
     return [
-        f"{system}'s flags change only what they name; recipe={system.lower()} sets its other "
-        "defaults too"
+        f"{whose} flags change only what they name; all else has Shoal's defaults, and {recipes} "
+        f"sets {which} instead"
     ]
+
+
+def _systems_of_flags(uses: Sequence[FlagUse]) -> list[str]:
+    """Returns the systems whose command line the used flags are likely to be from; [] if they are
+    fewer than two. It is the one system with the most flags that no other has; without such flags,
+    all systems that have every flag."""
+    shared: Counter[str] = Counter()  # system -> number of used flags that it has
+    own: Counter[str] = Counter()  # system -> number of used flags that it alone has
+    num_flags = 0
+    for use in uses:
+        systems = [system for system, rows in _EXACT.items() if use.flag.name in rows]
+        if not use.flag.keys or not systems:
+            continue
+        num_flags += 1
+        shared.update(systems)
+        if len(systems) == 1:
+            own.update(systems)
+    if own:
+        [(system, _)] = own.most_common(1)
+        likely = [system]
+    else:
+        likely = [system for system, number in shared.items() if number == num_flags]
+    return [system for system in likely if shared[system] > 1]
 
 
 def _group_size_notes(merged: Merged) -> list[str]:

@@ -114,9 +114,14 @@ def test_words_that_yield_to_all_else_are_a_layer_beneath_all():
     assert Merged(Config, [beneath, preset, line]).get("task.name") == "gsm8k"
 
 
-def test_files_with_absolute_and_relative_paths_are_one_error():
-    [error] = translate(Config, [layer("data.train_files=[/data/a.parquet,b.parquet]")]).errors
-    assert error.startswith("data.train_files=") and "absolute paths or relative ones" in error
+def test_files_may_have_absolute_and_relative_paths():
+    below = Path.cwd() / "below"
+    [_, line] = translate(Config, [layer(f"data.train_files=[{below}/a.parquet,b.parquet]")]).layers
+    values = {setting.key: setting.value for setting in line.settings}
+    assert values["task.path"] == str(Path.cwd())
+    assert values["task.files"] == ["below/a.parquet", "b.parquet"]
+    [error] = translate(Config, [layer("data.train_files=[gs://a/b.parquet,b.parquet]")]).errors
+    assert error.startswith("data.train_files=") and "in a bucket or here" in error
 
 
 def test_errors_of_flags_and_of_our_own_keys_come_together():

@@ -857,6 +857,22 @@ def test_epochs_of_fine_tuning_are_rounded_up_as_in_trl(
     )
 
 
+def test_an_epoch_of_several_files_names_them_and_counts_one_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, rows in {"a": range(30), "b": range(30, 40), "val": range(50, 55)}.items():
+        lines = [f'{{"prompt": "{row}"}}\n' for row in rows]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    words = ["data.val_files=val.jsonl", "reward=f.py:g", "data.train_batch_size=10"]
+    words += ["trainer.total_epochs=1", "actor_rollout_ref.rollout.n=4"]
+    for files, steps, said in (
+        ("[a.jsonl,b.jsonl]", 4, "40 training rows in a.jsonl and b.jsonl, 10 prompts a step"),
+        ("[a.jsonl,a.jsonl,b.jsonl]", 7, "70 training rows in 3 files, 10 prompts a step"),
+    ):
+        config, resolved = compose("train", [f"data.train_files={files}", *words])
+        assert config.steps == steps
+        assert any(said in line for line in resolved.start_lines)
+
+
 def test_epochs_count_the_prompts_of_all_devices(tmp_path):
     (tmp_path / "train.jsonl").write_text("".join(f'{{"prompt": "{row}"}}\n' for row in range(107)))
     (tmp_path / "test.jsonl").write_text('{"prompt": "held out"}\n')

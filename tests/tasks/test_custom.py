@@ -560,6 +560,18 @@ def test_a_readme_may_name_a_file_of_another_kind(tmp_path: Path) -> None:
     )
 
 
+def test_a_file_that_is_listed_twice_counts_twice(tmp_path: Path) -> None:
+    for name, questions in {"a": (0, 1), "b": (2,), "test": (9,)}.items():
+        write(tmp_path / f"{name}.jsonl", [row(number) for number in questions])
+    twice = load(tmp_path, files=("a.jsonl", "b.jsonl", "a.jsonl"))
+    assert prompts(twice.train) == ["q0?", "q1?", "q2?", "q0?", "q1?"]
+    assert [example.row for example in twice.train] == [0, 1, 2, 3, 4]
+    assert twice.data.train_files == {"a.jsonl": 2, "b.jsonl": 1, "a.jsonl (time 2)": 2}
+    # A pattern that covers a file which is named too does not repeat it.
+    once = load(tmp_path, files=("a.jsonl", "[ab].jsonl"))
+    assert prompts(once.train) == ["q0?", "q1?", "q2?"]
+
+
 def test_names_that_are_empty_or_no_pattern(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [row(0), row(1)])
     fails("task.files: there is no file '' in ", tmp_path, files=("",))

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, TypeVar
 
+from shoal.buckets import is_bucket
 from shoal.config.foreign import (
     NOTHING,
     OFF,
@@ -309,12 +310,12 @@ def read_data_set(name: str, text: str) -> KeyValues:
 def values_of_files(name: str, files: Sequence[str]) -> dict[str, Any]:
     """Returns the values of keys for files of training rows: one file is task.path; for several, or
     a pattern like `data/*.jsonl`, task.path is the folder above them all, and task.files has their
-    paths in it. ShoalError if some paths are absolute and others are not. `files`: at least one;
+    paths in it. ShoalError if some are in a bucket and others are not. `files`: at least one;
     `name`: the flag's, for the error."""
+    if len({is_bucket(file) for file in files}) > 1:
+        raise ShoalError(f"{name}={','.join(files)}: expected files in a bucket or here, not both")
     if len({PurePath(file).is_absolute() for file in files}) > 1:
-        raise ShoalError(
-            f"{name}={','.join(files)}: expected absolute paths or relative ones, not both"
-        )
+        files = [os.path.abspath(file) for file in files]
     if len(files) == 1 and "*" not in files[0]:
         return {"task.path": files[0]}
     folder = PurePath(os.path.commonpath([PurePath(file).parent for file in files]))

@@ -954,8 +954,18 @@ def _task_here(get: GetValue) -> tuple[Task | None, str]:
         return given_task(section), "from Python"
     if section.path and path.exists():
         # The rewards do not change the rows, so those of the run are not needed.
-        return load_by_name(section, RewardSection()), f"in {path.name}"
+        return load_by_name(section, RewardSection()), f"in {_files_text(section)}"
     return None, ""
+
+
+def _files_text(section: TaskSection) -> str:
+    """Returns the name of the file or folder that `task.path` is, or those of up to two files that
+    `task.files` names in it; of more files their number."""
+    if not section.files:
+        return Path(section.path).expanduser().resolve().name
+    if len(section.files) > 2:
+        return count(len(section.files), "file")
+    return " and ".join(Path(file).name for file in section.files)
 
 
 def _training_rows(get: GetValue) -> _Rows | None:

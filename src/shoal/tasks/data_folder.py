@@ -172,17 +172,29 @@ def named_files(
     folder: Path | None = None,
     files_of: Callable[[str], list[Path]] | None = None,
 ) -> list[Path]:
-    """Returns the files that the entries of `task.files` name, each file once, in the order of the
-    entries. An entry is a pattern in `folder` (None: in the current directory), an absolute
-    pattern, or an address in a bucket, whose files are downloaded. A folder that matches stands for
-    the data files in it. An entry that matches no file may be the name of a split, whose files
-    `files_of` returns ([] if there is no such split). ShoalError for an entry that names no
-    file."""
+    """Returns the files that the entries of `task.files` name, in the order of the entries. A file
+    that several entries name is there once, unless the entries are equal: one that is listed twice
+    is there twice, so that its rows count twice.
+
+    An entry is a pattern in `folder` (None: in the current directory), an absolute pattern, or an
+    address in a bucket, whose files are downloaded. A folder that matches stands for the data files
+    in it. An entry that matches no file may be the name of a split, whose files `files_of` returns
+    ([] if there is no such split). ShoalError for an entry that names no file."""
     all_files: list[Path] = []
+    first_entries: dict[Path, str] = {}  # file -> the first entry that names it
+
+    def add(files: Sequence[Path], name: str) -> None:
+        """Adds the files of an entry, without those that another entry has named before."""
+        for file in files:
+            if first_entries.setdefault(file, name) == name:
+                all_files.append(file)
+
     for name in names:
         if is_bucket(name):
+            files_of_bucket: list[Path] = []
             for path in fetch_matching(name, "task.files"):
-                all_files += _files_at(path)
+                files_of_bucket += _files_at(path)
+            add(list(dict.fromkeys(files_of_bucket)), name)
             continue
         path = Path(name).expanduser()
         base = folder or Path()
@@ -206,8 +218,8 @@ def named_files(
                 f"task.files: there is no file {name!r}; without task.path, patterns are "
                 "relative to this folder"
             )
-        all_files += files
-    return list(dict.fromkeys(all_files))
+        add(files, name)
+    return all_files
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[Path]:

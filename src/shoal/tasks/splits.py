@@ -8,6 +8,7 @@ last ones are held out; and no held-out row is trained on, unless that was asked
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -413,16 +414,22 @@ def _read(
     files: Sequence[Path], renames: Mapping[str, str], published: Published, make: Make
 ) -> tuple[list[Any], dict[str, int]]:
     """Returns `make`'s results for all rows of the files, numbered from 0 through all files, and
-    file -> number of its rows. The file is named by its path if another one has its name.
-    ShoalError for a row without the required columns, and if there are no rows."""
+    file -> number of its rows. The file is named by its path if another one has its name, and with
+    a number if it is there several times. ShoalError for a row without the required columns, and if
+    there are no rows."""
     rows: list[Any] = []
     counts: dict[str, int] = {}
-    names = [file.name for file in files]
+    names = [file.name for file in dict.fromkeys(files)]
+    times_read: Counter[Path] = Counter()
     for file in files:
         before = len(rows)
         for place, row in read_file(file, f"task {published.task}: "):
             rows.append(make(len(rows), place, _checked(row, place, renames, published)))
-        counts[file.name if names.count(file.name) == 1 else str(file)] = len(rows) - before
+        name = file.name if names.count(file.name) == 1 else str(file)
+        times_read[file] += 1
+        if times_read[file] > 1:
+            name += f" (time {times_read[file]})"
+        counts[name] = len(rows) - before
     if not rows:
         raise ShoalError(
             f"task {published.task}: {files[0]} is empty; rows with {_columns(published)} are "

@@ -35,7 +35,8 @@ from shoal.runs.compare import (
     without_idle_limits,
 )
 from shoal.runs.groups import StoredGroup
-from shoal.runs.reader import read_decisions, read_requested, reward_changed_at, short_name
+from shoal.runs.reader import read_decisions, read_requested, short_name
+from shoal.runs.reward_changes import RewardChanges
 from shoal.tasks.task import TASKS, load_by_name
 
 
@@ -583,11 +584,10 @@ def test_a_reward_can_be_the_cause_of_other_prompts_where_it_chooses_them():
     ],
 )
 def test_rewards_are_another_where_a_setting_differs_that_they_depend_on(before, after, since):
-    assert reward_changed_at({0: before, 4: after}) == since
-    assert (
-        reward_changed_at({0: before, 2: before, 4: after, 6: after}) == since
-        and reward_changed_at({}) == 0
-    )
+    assert RewardChanges.of_parts({0: before, 4: after}).reward == since
+    parts = {0: before, 2: before, 4: after, 6: after}
+    assert RewardChanges.of_parts(parts).reward == since
+    assert RewardChanges.of_parts({}) == RewardChanges()
 
 
 def test_keys_of_data_that_is_read_do_not_act_where_questions_are_made():

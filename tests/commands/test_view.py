@@ -61,6 +61,7 @@ from shoal.runs.layout import process_start
 from shoal.runs.lines import flat_yaml
 from shoal.runs.metrics import wilson_interval
 from shoal.runs.reader import MAX_LINE_BYTES, StoredRun, _newest, open_runs
+from shoal.runs.reward_changes import RewardChanges
 from shoal.runs.writer import RunWriter
 from shoal.serve.server import host_name, listen
 
@@ -1022,7 +1023,8 @@ def test_after_a_resume_with_another_reward_the_rewards_are_not_compared(tmp_pat
             replace(line, figures={"mean_reward": line.figures["mean_reward"]})
             for line in evaluations.lines
         ]
-        assert evaluations.main_curve(3)[1]["x"] == [6] and evaluations.main_curve()[1]["x"][0] == 0
+        _, since_change = evaluations.main_curve(RewardChanges(reward=3))
+        assert since_change["x"] == [6] and evaluations.main_curve()[1]["x"][0] == 0
         del evaluations.lines[2:]  # no evaluation since the resume: both are of the first reward
         assert viewer.runs["changed"].run.before_after(evaluations, None)[0][3] == "+0.3"
     finally:
@@ -1052,7 +1054,8 @@ def test_an_accuracy_that_a_reward_judges_is_compared_since_its_function_changed
         assert changes["held_out accuracy/sums"][0] == expected[0]
         assert changes["held_out mean reward/sums"] == ["", 0]
         assert ("accuracy 90.0%" in found["verdict"]["text"]) != is_judge
-        _, curve = viewer.runs["changed"].evaluations.main_curve(3, 3 if is_judge else 0)
+        changes = RewardChanges(reward=3, functions=3 if is_judge else 0)
+        _, curve = viewer.runs["changed"].evaluations.main_curve(changes)
         assert curve["x"] == ([6] if is_judge else [0, 3, 6])
     finally:
         viewer.close()

@@ -50,6 +50,7 @@ from shoal.runs.metrics import (
     wilson_interval,
 )
 from shoal.runs.reader import Evaluations, StoredRun, read_summary
+from shoal.runs.reward_changes import RewardChanges
 from shoal.runs.summary import (
     account_text,
     curve_text,
@@ -1047,16 +1048,16 @@ def test_the_summary_compares_before_and_after():
         ("held_out mean reward", "-", "0.7", ""),
     ]
     (_, row) = summary_rows(
-        {"held_out": {"accuracy": 0.5, "mean_reward": 0.2}}, after, reward_since=40
+        {"held_out": {"accuracy": 0.5, "mean_reward": 0.2}}, after, RewardChanges(reward=40)
     )
     assert row == ("held_out mean reward (another reward since step 40)", "0.2", "0.7", "")
     of_source = {"held_out": {"mean_reward": 0.5, "mean_reward/a": 0.2, "best_reward": 0.6}}
-    for _, *_, change in summary_rows(of_source, of_source, reward_since=40):
+    for _, *_, change in summary_rows(of_source, of_source, RewardChanges(reward=40)):
         assert change == ""
     judged = {"held_out": {"accuracy": 0.5, "accuracy/a": 0.2, "pass@4": 0.6, "mean_reward": 1.0}}
     for accuracy_by, expected in (({}, ["+0.0 points"] * 3), ({"accuracy_by": "reward"}, [""] * 3)):
         evaluated = {"held_out": judged["held_out"] | accuracy_by}
-        rows = summary_rows(evaluated, evaluated, reward_since=40, functions_since=30)
+        rows = summary_rows(evaluated, evaluated, RewardChanges(reward=40, functions=30))
         assert [change for *_, change in rows] == [*expected, ""]
         assert ("(another reward since step 30)" in rows[0][0]) == bool(accuracy_by)
     stream = io.StringIO()
@@ -1170,10 +1171,11 @@ def test_the_curve_of_a_run_is_one_line():
     for step in range(3):
         rewards[step] = {"rows": {"mean_reward": step / 10, "num_questions": 4}}
     assert curve_text(rewards) == "rows mean reward by step: 0: 0, 1: 0.1, 2: 0.2"
-    assert curve_text(rewards, reward_since=1) == ""
+    changes = RewardChanges(reward=1)
+    assert curve_text(rewards, changes) == ""
     rewards[3] = rewards[4] = rewards[2]
     expected = "rows mean reward by step: 2: 0.2, 3: 0.2, 4: 0.2"
-    assert curve_text(rewards, reward_since=1) == expected
+    assert curve_text(rewards, changes) == expected
 
 
 def test_only_evaluations_of_the_same_questions_are_compared():
@@ -1181,9 +1183,7 @@ def test_only_evaluations_of_the_same_questions_are_compared():
         evaluations = {}
         for step, n in enumerate(numbers):
             evaluations[step] = {"main": {figure: step / 10, "num_questions": n}}
-        recorder = SimpleNamespace(
-            evaluations=evaluations, reward_since=changes[0], functions_since=changes[1]
-        )
+        recorder = SimpleNamespace(evaluations=evaluations, reward_changes=RewardChanges(*changes))
         return Recorder.scores(recorder)  # type: ignore[arg-type]
 
     assert scores("accuracy", 500, 100, 500) == {0: 0.0, 2: 0.2}

@@ -23,6 +23,7 @@ from shoal.report import watch
 from shoal.report.recorder import Recorder
 from shoal.report.watch import Watch
 from shoal.runs.diagnosis import Row
+from shoal.runs.reward_changes import RewardChanges
 from shoal.runs.writer import RunWriter
 
 FINE = {
@@ -132,10 +133,14 @@ def resumed_recorder(folder, warnings, before: str, now: str, first_answers=()) 
     recorder.folder.missing_steps = lambda version: []
     state = recorder.state()
     state["watch"]["first_answers"] = list(first_answers)
-    settings = []
-    for reward in (before, now):
-        settings.append(values_of(compose(Config, [f"reward={reward}"])[0]))
-    recorder.restore(state, 2, True, (), ["held_out"], (settings[0], settings[1]))
+    recorder.restore(
+        state,
+        2,
+        evaluated=True,
+        data_sets=["held_out"],
+        stored_settings=values_of(compose(Config, [f"reward={before}"])[0]),
+        settings=values_of(compose(Config, [f"reward={now}"])[0]),
+    )
     return recorder
 
 
@@ -178,7 +183,7 @@ def test_a_change_of_reward_before_the_last_resume_still_counts(tmp_path):
             folder.write_config(*texts_of(settings), version)
         recorder = resumed_recorder(folder, [], "format_reward", "format_reward")
         with closing(recorder):
-            assert (recorder.reward_since, recorder.functions_since) == (1, 1)
+            assert recorder.reward_changes == RewardChanges(reward=1, functions=1)
 
 
 def test_a_reward_function_that_never_varies_is_named():

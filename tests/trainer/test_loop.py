@@ -31,6 +31,7 @@ from shoal.protocols import GroupRequest
 from shoal.records import Completion, Example, Purpose, ShoalError, StopReason
 from shoal.report.console import Console
 from shoal.report.recorder import Recorder
+from shoal.runs.reward_changes import RewardChanges
 from shoal.trainer.loop import Run
 from shoal.trainer.prompts import PassRates, PromptStream
 from shoal.trainer.schedule import Schedule
@@ -468,7 +469,7 @@ class Learning(Diary):
     def data_exhausted(self, text) -> None:
         self.events.append(("exhausted", text))
 
-    def restore(self, *args) -> None: ...
+    def restore(self, *args, **settings) -> None: ...
 
 
 def learn(lag: int, *words: str, before: Learning | None = None, version: int = -1) -> Learning:
@@ -808,7 +809,7 @@ def test_a_resumed_run_samples_from_what_its_checkpoint_holds():
 class Rescored(Diary):
     """A diary of a run whose reward changed at version 2; evaluations since then have scores."""
 
-    reward_since = 2
+    reward_changes = RewardChanges(reward=2, functions=2)
 
     def __init__(self, scores: dict[int, float]) -> None:
         super().__init__()
@@ -818,8 +819,8 @@ class Rescored(Diary):
         self.console = Console(self.written)
         self.settings: tuple = ()
 
-    def restore(self, *arguments: Any) -> None:
-        self.settings = arguments[-1]
+    def restore(self, *arguments: Any, stored_settings: Any, settings: Any, **others: Any) -> None:
+        self.settings = (stored_settings, settings)
 
     def scores(self) -> Any:
         return self.given

@@ -17,6 +17,7 @@ from typing import Any, TextIO, TypeAlias
 
 from shoal.records import Group, Prompt
 from shoal.runs.lines import EventLevel
+from shoal.runs.reward_changes import NO_CHANGES, RewardChanges
 from shoal.runs.summary import evaluation_text, step_texts, summary_rows
 from shoal.text import duration, one_line, shorten, text_table
 
@@ -293,17 +294,15 @@ class Console:
         after: Mapping[str, Mapping[str, Any]],
         solved: tuple[Group, Group] | None = None,
         facts: Sequence[str] = (),
-        reward_since: int = 0,
-        functions_since: int = 0,
+        changes: RewardChanges = NO_CHANGES,
     ) -> None:
         """Prints the end of a run: the table of figures before and after training, a line for each
         of the `facts` that is not "", and a question that was wrong before and right after.
 
         `before`, `after`: data set -> its figures, as given to `evaluation`. `solved`: the groups
-        of that question before and after, or None. `reward_since`,
-        `functions_since`: the versions at which the reward and its functions were changed, or 0;
-        a figure that depends on them then has no change in the table."""
-        rows = summary_rows(before, after, reward_since, functions_since)
+        of that question before and after, or None. `changes`: those of the reward during the run; a
+        figure that depends on what changed has no change in the table."""
+        rows = summary_rows(before, after, changes)
         if rows:
             self.table(("", "before", "after", "change"), rows)
         for fact in facts:

@@ -24,12 +24,10 @@ from shoal.runs.groups import TokenLogprobs, TurnAdvantages
 from shoal.runs.layout import parts_of
 from shoal.runs.lines import Summary, evaluation_scalars
 from shoal.runs.metrics import ENVIRONMENT, MetricSet, logged_name
-from shoal.runs.reader import functions_changed_at, reward_changed_at
 from shoal.runs.recipe import Followed
+from shoal.runs.reward_changes import RewardChanges, rewards_differ
 from shoal.runs.summary import (
-    ACCURACY_BY,
     account_text,
-    compared_since,
     curve_text,
     summary_facts,
     version_text,
@@ -110,10 +108,8 @@ class Recorder:
     completions_every: int = 0
     followed: Followed | None = None  # the recipe whose band evaluations are held against
     price_per_hour: float = 0.0  # of all devices of the run; 0: not known
-    # the versions at which the run was last resumed with another reward, and with other reward
-    # functions, as `compared_since` takes them; 0: never
-    reward_since: int = 0
-    functions_since: int = 0
+    # by resumes, the one of this process included
+    reward_changes: RewardChanges = field(default_factory=RewardChanges)
     _exhausted: bool = False
     _stopped_by: str = ""  # who ended the run before its last step; "" if nobody did
     # seconds per completion of the last evaluation in which nothing was compiled
@@ -390,9 +386,7 @@ class Recorder:
         functions that say which answers are right were changed since, in the first evaluation after
         that; {} if there is none. `figures`: those of the newest evaluation."""
         first = 0
-        since = 0
-        if ACCURACY_BY in figures:
-            since = self.functions_since
+        since = self.reward_changes.comparable_since("accuracy", figures)
         if since:
             later = [version for version in self.evaluations if version > since]
             if not later:
@@ -403,16 +397,16 @@ class Recorder:
     def scores(self) -> dict[int, float]:
         """Returns version -> its score, by which checkpoints are compared: the accuracy on the
         first data set, or its mean reward if there is no accuracy. Left out are evaluations without
-        either figure, and those before the change of a reward that the figure depends on
-        (`compared_since`). Of the others, those on fewer questions than the largest one are left
-        out too, because their scores are less certain."""
+        either figure, and those before a change of the reward that the figure depends on. Of the
+        others, those on fewer questions than the largest one are left out too, because their scores
+        are less certain."""
         scored: dict[int, tuple[float, int]] = {}  # version -> (score, number of questions)
         for version, figures in self.evaluations.items():
             main = next(iter(figures.values()), {})
             name = "accuracy" if "accuracy" in main else "mean_reward"
             score = main.get(name)
-            since = compared_since(name, main, self.reward_since, self.functions_since)
-            if score is not None and (version > since or not since):
+            is_comparable = self.reward_changes.is_comparable(version, name, main)
+            if score is not None and is_comparable:
                 scored[version] = (score, main.get("num_questions", 0))
         most_questions = max((number for _, number in scored.values()), default=0)
         scores = {}
@@ -456,7 +450,8 @@ class Recorder:
         evaluated: bool,
         again: Collection[int] = (),
         data_sets: Collection[str] = (),
-        settings: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
+        stored_settings: Mapping[str, Any] = {},
+        settings: Mapping[str, Any] = {},
     ) -> None:
         """Continues a run after `version`: sets the recorder to the state that the checkpoint of
         this version holds, and rewinds the run's files to it.
@@ -466,9 +461,9 @@ class Recorder:
         evaluation of `version` is complete if it was so when the checkpoint was saved
         (`evaluated`), or if there are figures of each of `data_sets` now: the last version of a run
         is evaluated after its checkpoint. Warns if lines of earlier steps are missing. `state`:
-        what the method `state` returned. `settings`: those of the checkpoint and those of now, each
-        dotted key -> value, which tell whether the reward changes here. This recorder must be new,
-        because some sums are added to its own, others replace them."""
+        what the method `state` returned. `stored_settings`, `settings`: those of the checkpoint and
+        those of now, each dotted key -> value, which tell whether the reward changes here. This
+        recorder must be new, because some sums are added to its own, others replace them."""
         self.prompts_dropped = state["dropped"]
         self.failures.update({(name, kind): number for name, kind, number in state["failures"]})
         self.seconds.update(state["seconds"])
@@ -477,7 +472,7 @@ class Recorder:
         # Tokens that were under way when the trainer ended are lost.
         self.account["lost"] += token_account(self.account)["unused"]
         self.watch.restore(state["watch"])
-        self._note_changes_of_reward(version, settings)
+        self._note_changes_of_reward(version, stored_settings, settings)
         self.started -= state["seconds_total"]  # the time of earlier processes counts, too
         # The price and the number of devices may be others now. Where no price was known before,
         # the present one stands for it.
@@ -495,25 +490,20 @@ class Recorder:
         self.evaluations.update(self.folder.read_evaluations())
 
     def _note_changes_of_reward(
-        self, version: int, settings: tuple[Mapping[str, Any], Mapping[str, Any]]
+        self, version: int, stored_settings: Mapping[str, Any], settings: Mapping[str, Any]
     ) -> None:
-        """Sets `reward_since` and `functions_since` for a run that is resumed from `version`, and
-        forgets the answers of the first evaluation if the reward changes here, because later ones
-        are not comparable with them. `settings`: as in `restore`."""
+        """Sets `reward_changes` for a run that is resumed from `version`, and forgets the answers
+        of the first evaluation if the reward changes here, because later ones are not comparable
+        with them. `stored_settings`, `settings`: as in `restore`."""
         # The settings of now are stored after the first step, and only by the first process; so
         # they are compared here. A part that began at this version or later is lost.
         parts = {}
         for number, file in parts_of(self.folder.path).items():
             if number < version:
                 parts[number] = flat_values(file)
-        self.reward_since = reward_changed_at(parts)
-        self.functions_since = functions_changed_at(parts)
-        before, now = settings
-        # These take the settings by the version at which they began: any two do.
-        if functions_changed_at({0: before, 1: now}):
-            self.functions_since = version
-        if reward_changed_at({0: before, 1: now}):
-            self.reward_since = version
+        earlier = RewardChanges.of_parts(parts)
+        self.reward_changes = earlier.with_resume(version, stored_settings, settings)
+        if rewards_differ(stored_settings, settings):
             self.watch.first_answers = {}
 
     # -- the end
@@ -555,13 +545,12 @@ class Recorder:
             self.console.heading("before and after")
             if self.keep_groups:
                 solved = self.folder.solved_question(next(iter(summary.after)), last)
-        since = (self.reward_since, self.functions_since)
         facts = [
-            curve_text(self.evaluations, *since),
+            curve_text(self.evaluations, self.reward_changes),
             summary_facts(summary),
             account_text(summary.tokens),
         ]
-        self.console.summary(summary.before, summary.after, solved, facts, *since)
+        self.console.summary(summary.before, summary.after, solved, facts, self.reward_changes)
         for failed, number in summary.reward_failures.items():
             # A key of `reward_failures` is "function: kind"; an environment is no reward function.
             what = "" if failed.startswith(f"{ENVIRONMENT}: ") else "reward function "

@@ -35,8 +35,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from shoal.buckets import address
-from shoal.config.commands import stages_of
-from shoal.config.key import keys_of
 from shoal.config.recipe_files import ABOUT, Recipe, read_recipe
 from shoal.config.stored import Decision, config_of, decisions_of, resolved
 from shoal.config.train import Config
@@ -67,13 +65,13 @@ from shoal.runs.lines import (
     bounded_yaml,
     evaluation_scalars,
     flat_yaml,
-    json_ready,
     leaves,
     reason,
     rounded,
 )
 from shoal.runs.notes import NOTES, RunNotes
-from shoal.runs.summary import compared_since, summary_rows
+from shoal.runs.reward_changes import NO_CHANGES, RewardChanges
+from shoal.runs.summary import summary_rows
 from shoal.text import count, ranges
 
 # Bounds on what is read of a run that may be hostile.
@@ -318,22 +316,10 @@ class StoredRun:
         return start_of_existing != start_of_holder
 
     @property
-    def reward_since(self) -> int:
-        """The version at which a resume last changed the reward settings, as `reward_changed_at`
-        tells from the first MAX_PARTS segments; 0 if none did."""
-        return reward_changed_at(self._settings_of_parts())
-
-    @property
-    def functions_since(self) -> int:
-        """The version at which a resume last changed the reward functions, as
-        `functions_changed_at` tells from the first MAX_PARTS segments; 0 if none did."""
-        return functions_changed_at(self._settings_of_parts())
-
-    def _settings_of_parts(self) -> dict[int, Mapping[str, Any]]:
-        """Returns the version at which a segment began -> its requested settings, of the first
-        MAX_PARTS segments."""
+    def reward_changes(self) -> RewardChanges:
+        """When resumes last changed the reward, by the settings of the first MAX_PARTS segments."""
         parts = sorted(parts_of(self.root).items())[:MAX_PARTS]
-        return {number: self.requested(path.name) for number, path in parts}
+        return RewardChanges.of_parts({number: self.requested(path.name) for number, path in parts})
 
     def steps(self) -> list[StepLine]:
         """Returns the lines of all steps, in order. An incomplete last line is left out, because
@@ -364,11 +350,8 @@ class StoredRun:
         has no change, "", and neither has an accuracy that a changed reward function judges. [] if
         there is no evaluation."""
         newest = max((line.step for line in evaluations.lines), default=0)
-        since = []
-        for version in (self.reward_since, self.functions_since):
-            since.append(version if newest > version else 0)
         before, after = evaluations.before_after(summary)
-        return summary_rows(before, after, *since)
+        return summary_rows(before, after, self.reward_changes.before(newest))
 
     # ---- groups
 
@@ -519,16 +502,12 @@ class Evaluations:
                 curve["n"].append(_rounded_float(questions))
         return curves
 
-    def main_curve(
-        self, reward_since: int = 0, functions_since: int = 0
-    ) -> tuple[str, dict[str, list[Any]]]:
+    def main_curve(self, changes: RewardChanges = NO_CHANGES) -> tuple[str, dict[str, list[Any]]]:
         """Returns (name, curve) of the accuracy on the first data set or, if no set has one, of the
         mean reward; ("", {}) if there is neither.
 
-        `reward_since`, `functions_since`: the versions at which the reward and its functions
-        changed (`reward_changed_at`, `functions_changed_at`), or 0. The curve of a figure that
-        depends on them begins after that (`compared_since`), because earlier values are of another
-        reward."""
+        `changes`: when the reward changed. The curve of a figure that depends on what changed
+        begins after that, because earlier values are of another reward."""
         curves = self.curves()
         names = [name for name in curves if name.endswith("/accuracy")]
         names += [name for name in curves if name.endswith("/mean_reward")]
@@ -538,10 +517,7 @@ class Evaluations:
         curve = curves[name]
         data_set, _, figure = name.removeprefix("evaluate/").rpartition("/")
         newest = self.by_version()[curve["x"][-1], data_set]
-        since = compared_since(figure, newest, reward_since, functions_since)
-        if not since:
-            return name, curve
-        kept = [step > since for step in curve["x"]]
+        kept = [changes.is_comparable(step, figure, newest) for step in curve["x"]]
         return name, {key: list(compress(values, kept)) for key, values in curve.items()}
 
 
@@ -804,38 +780,6 @@ def _runs_below(folder: Path) -> Iterator[Path]:
         elif len(path.relative_to(folder).parts) >= MAX_DEPTH or num_seen > MAX_FOLDERS:
             names.clear()
         names.sort()
-
-
-def reward_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
-    """Returns the version at which a run was last resumed with other settings that act on rewards;
-    0 if it never was.
-
-    `parts`: version at which a segment began -> its settings (dotted key -> value); a missing key
-    has its default."""
-    return _changed_at(parts, [name for name in keys_of(Config) if "rewards" in stages_of(name)])
-
-
-def functions_changed_at(parts: Mapping[int, Mapping[str, Any]]) -> int:
-    """Returns the version at which a run was last resumed with other reward functions, which may
-    say which answers are right (`acc`); 0 if it never was. Their weights, and penalties, judge no
-    answer. `parts`: as in `reward_changed_at`."""
-    return _changed_at(parts, ["reward.functions"])
-
-
-def _changed_at(parts: Mapping[int, Mapping[str, Any]], names: Sequence[str]) -> int:
-    """Returns the version at which a run was last resumed with another value of one of the keys
-    `names`; 0 if it never was. `parts`: as in `reward_changed_at`."""
-    keys = keys_of(Config)
-    since = 0
-    before = None
-    for number, settings in sorted(parts.items()):
-        values = {name: settings.get(name, keys[name].default) for name in names}
-        values = json_ready(values)  # a list in a file is a tuple in the schema
-        # The first segment has nothing before it from which it could differ.
-        if before is not None and values != before:
-            since = number
-        before = values
-    return since
 
 
 def read_requested(run: Path, file: str = CONFIG) -> Config:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.runs.lines import Summary
+from shoal.runs.reward_changes import ACCURACY_BY, NO_CHANGES, RewardChanges
 from shoal.text import (
     count,
     duration,
@@ -72,11 +73,6 @@ def step_texts(metrics: Mapping[str, float], compiled: int = 0) -> list[str]:
     if skipped:
         figures.append(f"skipped updates {skipped:g}")
     return figures
-
-
-ACCURACY_BY = "accuracy_by"
-"""A text among an evaluation's figures: `reward` if a reward function says which answers are right;
-absent if the task does."""
 
 
 def version_text(version: int) -> str:
@@ -196,8 +192,7 @@ _NOT_IN_SUMMARY = ("mean_length", "truncated", "sampled_mean_reward")
 def summary_rows(
     before: Mapping[str, Mapping[str, Any]],
     after: Mapping[str, Mapping[str, Any]],
-    reward_since: int = 0,
-    functions_since: int = 0,
+    changes: RewardChanges = NO_CHANGES,
 ) -> list[tuple[str, str, str, str]]:
     """Returns the rows of the table before and after training: (name, before, after, change), all
     texts. The name includes the data set, and for its main figure protocol and number of questions:
@@ -205,8 +200,8 @@ def summary_rows(
 
     `before`, `after`: data set -> figures. A figure that one of them lacks is "-" there. Lengths,
     truncation, each function's mean reward and values that are no numbers are left out.
-    `reward_since`, `functions_since`: the versions at which the reward and its functions were
-    changed, or 0; a figure that depends on them (`compared_since`) then has no change, ""."""
+    `changes`: those of the reward between the two evaluations; a figure that depends on what
+    changed has no change in the table, ""."""
     rows = []
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
@@ -223,7 +218,7 @@ def summary_rows(
             elif name.startswith(_SAMPLED):
                 notes = _sampled_questions(about)
             change = _change(name, old.get(name), new.get(name))
-            since = compared_since(name, {**old, **new}, reward_since, functions_since)
+            since = changes.comparable_since(name, {**old, **new})
             if since > 0:
                 notes.append(f"another reward since step {since}")
                 change = ""
@@ -234,26 +229,6 @@ def summary_rows(
             new_text = figure_text(name, new[name]) if name in new else "-"
             rows.append((one_line(title), old_text, new_text, change))
     return rows
-
-
-_OF_REWARD = ("mean_reward", "best_reward", "sampled_mean_reward")
-_OF_VERDICTS = ("accuracy", "sampled_accuracy", "pass@", "maj@")
-
-
-def compared_since(
-    name: str, figures: Mapping[str, Any], reward_since: int, functions_since: int
-) -> int:
-    """Returns the version after which evaluations have comparable values of the figure `name`; 0 if
-    all do. A reward, of all questions or of one source, is comparable since the reward was last
-    changed (`reward_since`, 0 if never). So are accuracy, pass@k and maj@k since the reward
-    functions were (`functions_since`), if one of these says which answers are right.
-
-    `figures`: those of the data set, which say who judges."""
-    if name.partition("/")[0] in _OF_REWARD:
-        return reward_since
-    if name.startswith(_OF_VERDICTS) and ACCURACY_BY in figures:
-        return functions_since
-    return 0
 
 
 def _protocol_and_questions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -289,14 +264,13 @@ def _change(name: str, old: Any, new: Any) -> str:
 
 def curve_text(
     evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]],
-    reward_since: int = 0,
-    functions_since: int = 0,
+    changes: RewardChanges = NO_CHANGES,
 ) -> str:
     """Returns a line with the main figure of a run's evaluations, by version, with at most 13
     points, the first and the last always; "" if there are fewer than three evaluations. The main
     figure is the accuracy on the first data set, else its mean reward. `evaluations`: version ->
-    data set -> figures; those before the change of a reward are left out where the figure is not
-    comparable (`reward_since`, `functions_since`: as in `compared_since`).
+    data set -> figures; those whose figure is not comparable since `changes` of the reward are left
+    out.
 
     >>> curve_text({step: {"held_out": {"accuracy": 0.37 + step / 200}} for step in (0, 20, 40)})
     'held_out accuracy by step: 0: 37.0%, 20: 47.0%, 40: 57.0%'
@@ -306,8 +280,7 @@ def curve_text(
         if sets:
             main_set, figures = next(iter(sets.items()))
             name = "accuracy" if "accuracy" in figures else "mean_reward"
-            since = compared_since(name, figures, reward_since, functions_since)
-            if version > since or not since:
+            if changes.is_comparable(version, name, figures):
                 points.append((version, main_set, figures))
     if len(points) < 3:  # the table of before and after says the same
         return ""

@@ -23,7 +23,7 @@ from shoal.runs.metrics import (
     standard_error,
     wilson_interval,
 )
-from shoal.runs.summary import ACCURACY_BY
+from shoal.runs.reward_changes import ACCURACY_BY
 from shoal.tasks.task import Task
 from shoal.text import count, exact
 from shoal.trainer.prompts import TokenizedExample

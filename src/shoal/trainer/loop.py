@@ -281,10 +281,11 @@ class Run:
         self.recorder.restore(
             extra["recorder"],
             version,
-            extra["evaluated"],
-            evaluated_again,
-            self.evaluator.sets,
-            (dict(leaves(extra["config"])), values_of(self.config)),
+            evaluated=extra["evaluated"],
+            again=evaluated_again,
+            data_sets=self.evaluator.sets,
+            stored_settings=dict(leaves(extra["config"])),
+            settings=values_of(self.config),
         )
         self.note_incomparable_scores(version)
         self.restored = None
@@ -299,7 +300,7 @@ class Run:
         keeps the best checkpoints, and no evaluation so far counts for that any more."""
         if not self.config.checkpoint.keep_best or not self.recorder.evaluations:
             return
-        if self.recorder.reward_since == version and not self.recorder.scores():
+        if self.recorder.reward_changes.reward == version and not self.recorder.scores():
             self.recorder.console.note(
                 f"checkpoint.keep_best: the evaluations up to step {version} are of another "
                 "reward, so only later ones count; a checkpoint that was kept as the best of them "

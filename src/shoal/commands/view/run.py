@@ -52,10 +52,11 @@ def overview(
     of the evaluations' main figure, if it is a mean reward (`paired_change`); `partial`: what the
     functions add that do not score all completions (`GroupTable.partial_functions`). Rewards are
     compared only over the steps since a resume last changed what acts on them, in `drivers` too:
-    after version `reward_since` (`run.reward_since`)."""
-    since = run.reward_since
+    after version `reward_since`."""
+    changes = run.reward_changes
+    since = changes.reward
     evaluated = evaluations.curves()
-    main_figure, main_curve = evaluations.main_curve(since, run.functions_since)
+    main_figure, main_curve = evaluations.main_curve(changes)
     names = list(curves.columns) + list(evaluated)
     shown_events = list(happened(run, events, curves, evaluations))
     shown_events.sort(key=lambda event: event["step"])
@@ -175,8 +176,9 @@ def home_row(
         evaluations, else the reward
     verdict: from the curves and `paired` (as in `overview`), without events and weights
     """
-    since = run.reward_since
-    figure, curve = evaluations.main_curve(since, run.functions_since)
+    changes = run.reward_changes
+    since = changes.reward
+    figure, curve = evaluations.main_curve(changes)
     num_points = len(curve.get("x", ()))
     if num_points > 2:
         shown_curve = curve
@@ -320,7 +322,7 @@ def before_after(
     unknown. `paired`: the change of the main figure, if that is a mean reward. Returns [], and adds
     a problem to the run, if the evaluations are damaged."""
     curves = evaluations.curves()
-    main_figure, _ = evaluations.main_curve(run.reward_since, run.functions_since)
+    main_figure, _ = evaluations.main_curve(run.reward_changes)
     rows: list[list[Any]] = []
     try:
         for row in run.before_after(evaluations, run.summary()):

@@ -142,8 +142,7 @@ class OpenRun:
         """Returns the change of the evaluations' main figure by question, if that is a mean reward
         (`paired_change`); None if it is another figure, if there are not two evaluations, or if
         their answers are not stored, or not yet."""
-        run = self.run
-        figure, curve = self.evaluations.main_curve(run.reward_since, run.functions_since)
+        figure, curve = self.evaluations.main_curve(self.run.reward_changes)
         if not figure.endswith("/mean_reward") or len(curve["x"]) < 2:
             return None
         data_set = figure.removeprefix("evaluate/").removesuffix("/mean_reward")

@@ -840,3 +840,15 @@ def test_hydras_settings_in_a_small_file_are_said_to_change_nothing(tmp_path, co
     assert config.sampling.max_completion_tokens == 64
     said = "small.yaml: 2 keys that change nothing here: hydra.searchpath, hydra.run.dir"
     assert said in resolved.start_lines
+
+
+def test_parts_of_gdpo_that_one_function_returns_are_refused():
+    """Only the function's score would count, without a word."""
+    words = ["algorithm.adv_estimator=gdpo", "custom_reward_function.path=r.py"]
+    words += ["data.train_files=a.parquet", "actor_rollout_ref.rollout.n=4"]
+    with pytest.raises(ShoalError, match=r"gdpo_reward_keys=.*r\.py:digits,r\.py:letters"):
+        compose("train", [*words, "algorithm.gdpo_reward_keys=[digits,letters]"])
+    config, _ = compose("train", [*words, "algorithm.gdpo_reward_keys=null"])
+    assert config.algorithm.advantage == "gdpo"
+    separate = "reward=r.py:digits,r.py:letters"
+    compose("train", [*words, separate, "algorithm.gdpo_reward_keys=[digits,letters]"])

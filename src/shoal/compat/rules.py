@@ -1538,6 +1538,24 @@ def verl_load_contents(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sent
     return {}, ""
 
 
+def verl_gdpo_keys(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
+    """Checks what verl's GDPO makes its parts of: numbers that one function returns. Sets nothing,
+    because here each part is a reward function; ShoalError if there is a single one, whose other
+    numbers would have no effect."""
+    name, text = last_of(given)
+    functions = get("reward.functions")
+    if text.lower() in OFF or len(functions) != 1:
+        return {}, ""
+    file = functions[0].partition(":")[0]
+    parts = items_of(text)
+    separate = ",".join(f"{file}:{part}" for part in parts)
+    raise ShoalError(
+        f"{name}={text}: GDPO's parts are reward functions here, and {functions[0]} is a single "
+        f"one: only its score would count; leave the keys out and give a function for each, "
+        f"reward={separate}, with algorithm.gdpo_reward_weights in the same order"
+    )
+
+
 def verl_gen_batch(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts verl's max_num_gen_batches, the most batches of gen_batch_size prompts (by default
     those of a step) that a step may sample in dynamic sampling, to algorithm.max_sampling_rounds,
@@ -1584,6 +1602,7 @@ CHECKS: tuple[Rule, ...] = (
     verl_reward_manager,
     verl_gen_batch,
     verl_load_contents,
+    verl_gdpo_keys,
 )
 """The rules that check flags which set no key: each is called whatever sets the keys of its
 flags."""
@@ -1633,6 +1652,7 @@ RULES: tuple[Rule, ...] = (
     verl_reward_manager,
     verl_gen_batch,
     verl_load_contents,
+    verl_gdpo_keys,
 )
 """All rules, in the order in which they are applied: each after the rules that set the keys which
 it reads."""

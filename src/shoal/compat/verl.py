@@ -938,7 +938,13 @@ FLAGS: list[Flag] = [
     ),
     *idle("evaluations are written to the run folder", _T + "validation_data_dir"),
     *idle("the reference has the trainer's settings", _REF + "*"),
-    *idle("its parts are the reward functions", "algorithm.gdpo_reward_keys"),
+    *derived(
+        rules.verl_gdpo_keys,
+        "",
+        "its parts are the reward functions; an error with a single one, of whose numbers verl "
+        "makes the parts",
+        "algorithm.gdpo_reward_keys",
+    ),
     *idle(
         "each epoch has new random mini-batches, from seed", _A + "shuffle", _A + "data_loader_seed"
     ),

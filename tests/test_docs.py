@@ -121,7 +121,9 @@ def check_command(line: str, folder: Path) -> None:
         return
     for word in words:
         if word.endswith(".yaml") and "=" not in word:
-            (folder / word).write_text("steps: 1\n", encoding="utf-8")
+            file = folder / word
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("steps: 1\n", encoding="utf-8")
     command = "plan" if "--plan" in words else command
     own = []
     for word in words:

@@ -1364,19 +1364,49 @@ def test_a_new_run_says_where_an_unfinished_one_of_its_settings_is(
     assert unfinished(config) is None
 
 
+@pytest.mark.parametrize("flag", ["resume", "resume_from_checkpoint"])
 @pytest.mark.parametrize(("step", "weights"), [("checkpoints/20", "20"), ("checkpoint-28", "STEP")])
-def test_a_checkpoint_that_is_not_the_newest_is_not_resumed_from(begun, step, weights):
+def test_a_checkpoint_that_is_not_the_newest_is_not_resumed_from(begun, flag, step, weights):
     for number in (20, 40):
         (begun / "checkpoints" / str(number)).mkdir(parents=True)
     with pytest.raises(
         ShoalError,
-        match=rf"checkpoints of steps 20, 40, .* newest one, resume={begun}; .* "
-        rf"model={begun}/checkpoints/{weights} \(resume: ",
+        match=rf"{flag}={begun}/{step}: .*checkpoints of steps 20, 40, .* newest one, "
+        rf"resume={begun}. `shoal train {begun}/config.yaml model={begun}/checkpoints/{weights} ",
     ):
-        config_for_resume(Config, [f"resume_from_checkpoint={begun}/{step}"])
-    assert config_for_resume(Config, [f"resume_from_checkpoint={begun}/checkpoint-40"])[
-        0
-    ].resume == str(begun)
+        config_for_resume(Config, [f"{flag}={begun}/{step}"])
+    for newest in ("checkpoints/40", "checkpoint-40", "checkpoints"):
+        config, _ = config_for_resume(Config, [f"{flag}={begun}/{newest}"])
+        assert config.resume == str(begun)
+
+
+def test_last_is_a_run_also_within_a_run(begun, monkeypatch):
+    monkeypatch.chdir(begun)
+    with pytest.raises(ShoalError, match="no run was started"):
+        config_for_resume(Config, ["resume=last"])
+    with pytest.raises(ShoalError, match="there is no such folder"):
+        config_for_resume(Config, ["resume=other"])
+
+
+@pytest.mark.slow
+def test_both_ways_back_to_an_earlier_checkpoint(workshop, tmp_path, capsys):
+    """The command of the error begins a new run; a copy without what came later goes on exactly."""
+    words = ("steps=3", "checkpoint_period=1", "checkpoint.keep_last=0", *UNEVALUATED)
+    run = workshop.train("there", *words)
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    error = failed(capsys, ["train", f"resume={run}/checkpoints/1"])
+    command = error.split("`")[1].replace("NEW", "and_back").split()
+    assert cli.main(command[1:]) == 0
+    new = workshop.runs / "and_back"
+    assert f"model: {run}/checkpoints/1 " in (new / "log.txt").read_text()
+    assert read_config(new).steps == 3 and checkpoints(new) == [1, 2, 3]
+    for step in (2, 3):
+        shutil.rmtree(copy / "checkpoints" / str(step))
+    (copy / "summary.json").unlink()
+    capsys.readouterr()
+    assert cli.main(["train", f"resume={copy}"]) == 0
+    assert "resumed from the checkpoint of step 1" in capsys.readouterr().out
+    assert_equal_ends(run, copy)
 
 
 def test_a_run_is_resumed_from_python_by_another_systems_flag(begun):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -46,6 +45,7 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.config.train import samples_for_pass_k
 from shoal.files import offline
+from shoal.job.resume import run_to_resume
 from shoal.records import Example, ShoalError
 from shoal.runs.layout import LAST, is_run, last_run
 from shoal.runs.reader import read_requested
@@ -800,33 +800,7 @@ def trl_resume(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
         return {}, sentence
     if text.lower() == "true":
         return {"resume": LAST}, ""
-    return {"resume": _run_to_resume(name, text)}, ""
-
-
-def _run_to_resume(name: str, text: str) -> str:
-    """Returns the path of the run that `text`, the value of the flag `name`, is or is a checkpoint
-    of; `text` itself if it is in no run. ShoalError if the checkpoint is not the run's newest."""
-    path = Path(text).expanduser()
-    run = path
-    for folder in (path, *path.parents[:2]):  # a checkpoint is RUN/checkpoints/STEP
-        if is_run(folder):
-            run = folder
-            break
-    step = re.search(r"\d+$", path.name)
-    if run != path and step:
-        from shoal.weights.checkpoints import versions
-
-        saved = versions(run)  # steps, the newest last
-        if int(step[0]) not in saved[-1:]:  # [] if none is saved
-            checkpoint = step[0] if int(step[0]) in saved else "STEP"
-            own = f"{run}/checkpoints/{checkpoint}"
-            raise ShoalError(
-                f"{name}={text}: {run} has checkpoints of steps "
-                f"{', '.join(map(str, saved)) or '(none)'}, and a run is resumed only from "
-                f"its newest one, resume={run}; a new run begins with the weights of another, "
-                f"model={own}"
-            )
-    return str(run)
+    return {"resume": run_to_resume(name, text)}, ""
 
 
 def verl_run_folder(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
@@ -916,7 +890,7 @@ def verl_resume(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     if mode == "resume_path":
         if not path:
             raise ShoalError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
-        return {"resume": _run_to_resume("trainer.resume_from_path", path)}, ""
+        return {"resume": run_to_resume("trainer.resume_from_path", path)}, ""
     run_name = get("run_name")
     folder = Path(get("base_output_directory")).expanduser() / run_name
     if mode == "disable" and run_name and is_run(folder):

@@ -61,8 +61,8 @@ class Config:
     base_output_directory: str = key("outputs", stages=())
     """Folder in which run folders are created."""
     resume: str = key("", stages=())
-    """Run folder to resume, or `last`: the newest run in base_output_directory. The run's own
-    configuration is loaded, and your keys override it."""
+    """Run folder to resume (or its newest checkpoint), or `last`: the newest run in
+    base_output_directory. The run's own configuration is loaded, and your keys override it."""
     recipe: str = key("", stages=(), on_resume="warn")
     """All defaults of another system, which your own keys override: trl, verl, maxtext, tunix,
     torchrl, scalerl, prime-rl."""

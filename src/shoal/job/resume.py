@@ -3,6 +3,8 @@ its newest checkpoint."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +27,7 @@ from shoal.job.task import find_functions
 from shoal.records import Params, ShoalError
 from shoal.report.console import Console
 from shoal.runs.compare import SettingDifference, setting_differences
-from shoal.runs.layout import CONFIG, find_named, find_run, is_run
+from shoal.runs.layout import CONFIG, LAST, find_named, find_run, is_run
 from shoal.runs.reader import StoredRun, read_decisions, read_requested, read_summary
 from shoal.runs.writer import RunWriter
 from shoal.tasks.task import load_by_name
@@ -122,7 +124,39 @@ def named_run(config_type: type, arguments: Arguments) -> Path | None:
     if not resume:
         return None
     check_local(base, "base_output_directory", RUNS)
-    return find_run(resume, base, groups=False)
+    return find_run(run_to_resume("resume", resume), base, groups=False)
+
+
+def run_to_resume(name: str, text: str) -> str:
+    """Returns the path of the run whose newest checkpoint, or whose folder of checkpoints, is at
+    `text`, the value of the key or flag `name`; `text` itself if that is no checkpoint of a run.
+    ShoalError if the checkpoint is not the run's newest."""
+    path = Path(text).expanduser()
+    if text == LAST or is_run(path):
+        return text
+    from shoal.weights.checkpoints import FOLDER, versions  # imports JAX
+
+    run = path.parent
+    if path.name == FOLDER and is_run(run):
+        return str(run)
+    if run.name == FOLDER:
+        run = run.parent
+    step = re.fullmatch(r"(?:\w*[-_])?(\d+)", path.name)  # 40, checkpoint-40, global_step_40
+    if not step or not is_run(run):
+        return text
+    saved = versions(run)  # steps, the newest last
+    if int(step[1]) in saved[-1:]:  # [] if none is saved
+        return str(run)
+    checkpoint = step[1] if int(step[1]) in saved else "STEP"
+    source = shlex.quote(str(run / CONFIG))
+    weights = shlex.quote(f"model={run / FOLDER / checkpoint}")
+    raise ShoalError(
+        f"{name}={text}: {run} has checkpoints of steps {', '.join(map(str, saved)) or '(none)'}, "
+        f"and a run is resumed only from its newest one, resume={run}. `shoal train {source} "
+        f"{weights} run_name=NEW` begins a new run with the weights of another. To go on exactly "
+        f"from it, copy the run, remove summary.json and the later checkpoints from the copy, and "
+        "resume the copy"
+    )
 
 
 def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:

@@ -254,7 +254,7 @@ from shoal.records import ShoalError
         (["shuffle_dataset=false"], {"train.shuffle": False}),
         (["enable_data_shuffling=false"], {"train.shuffle": False}),
         (
-            ["trainer.save_freq=-1", "trainer.test_freq=5", "trainer.logger=[console,wandb]"],
+            ["trainer.save_freq=-1", "trainer.test_freq=5", "trainer.logger=[console,file,wandb]"],
             {"checkpoint.every": 0, "train.evaluate_every": 5, "report.wandb.mode": "auto"},
         ),
         (["eval_interval=50"], {"train.evaluate_every": 50}),

@@ -618,7 +618,7 @@ FLAGS: list[Flag] = [
         _T + "logger",
         "report.wandb.mode report.tensorboard report.mlflow.mode report.trackio.mode",
         verl_readers.read_loggers,
-        "console, wandb, tensorboard, mlflow, trackio",
+        "console, file (metrics.jsonl), wandb, tensorboard, mlflow, trackio",
     ),
     # ---- what matters and has no counterpart
     *refused(

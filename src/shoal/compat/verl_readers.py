@@ -430,11 +430,13 @@ def read_columns(given: FlagTexts) -> KeyValues:
 
 
 def read_loggers(name: str, text: str) -> KeyValues:
-    """Converts the list of loggers (console, wandb, tensorboard, mlflow, trackio) to mode=auto of
-    each under `report`, and report.tensorboard=true; console sets nothing. ShoalError for a system
-    that Shoal does not report to."""
+    """Converts the list of loggers (console, file, wandb, tensorboard, mlflow, trackio) to
+    mode=auto of each under `report`, and report.tensorboard=true; console and file set nothing,
+    since each run prints its figures and writes metrics.jsonl. ShoalError for a system that Shoal
+    does not report to."""
     known = {
         "console": {},
+        "file": {},
         "wandb": {"report.wandb.mode": "auto"},
         "tensorboard": {"report.tensorboard": "true"},
         "mlflow": {"report.mlflow.mode": "auto"},

@@ -1321,8 +1321,8 @@ def test_a_job_is_composed_once_on_its_run(begun, tmp_path, monkeypatch, capsys,
         "words",
         "begun",
     )
-    [note] = resolved.became
-    assert note.startswith("max_target_length=150 became sampling.max_completion_tokens=50")
+    became = "max_target_length=150 became sampling.max_completion_tokens=50"
+    assert sum(line.startswith(became) for line in resolved.became) == 1
     assert resolve_run(config, Console()) == ResumePlan(replace(config, resume=""), begun)
     assert "sampling.max_completion_tokens changes from 64 to 50" in capsys.readouterr().out
 

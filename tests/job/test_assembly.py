@@ -29,7 +29,7 @@ import shoal
 from shoal import cli
 from shoal.config.key import open_keys
 from shoal.config.merge import compose
-from shoal.job import training as job_training
+from shoal.job import compilations
 from shoal.mesh import return_freed_memory
 from shoal.model.families import architecture_of
 from shoal.records import Purpose
@@ -849,7 +849,7 @@ def test_a_publication_in_another_type_compiles_once():
     import jax.numpy as jnp
     from small import QWEN3, random_parameters, roles
 
-    from shoal.job.training import CompilationCounter
+    from shoal.job.compilations import CompilationCounter
     from shoal.model.transformer import Model
     from shoal.weights.sampler_copy import publish_to
 
@@ -883,10 +883,10 @@ def test_a_long_compilation_gives_freed_memory_back(monkeypatch):
     """On a CPU what a compiler has freed would come on top of what updates take. Short ones leave
     little."""
     returned: list[float] = []
-    monkeypatch.setattr(job_training, "return_freed_memory", lambda: returned.append(1))
-    job_training._listen(job_training._COMPILATION_EVENT, 0.1)
-    job_training._listen("/jax/core/compile/jaxpr_trace_duration", 9.0)
-    job_training._listen(job_training._COMPILATION_EVENT, 9.0)
+    monkeypatch.setattr(compilations, "return_freed_memory", lambda: returned.append(1))
+    compilations._listen(compilations._COMPILATION_EVENT, 0.1)
+    compilations._listen("/jax/core/compile/jaxpr_trace_duration", 9.0)
+    compilations._listen(compilations._COMPILATION_EVENT, 9.0)
     assert returned == [1]
     monkeypatch.undo()
     return_freed_memory()  # whatever the allocator is

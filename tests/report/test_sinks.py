@@ -29,7 +29,7 @@ from shoal.config.sections.train import (
     TrackioSection,
     WandbSection,
 )
-from shoal.job.training import Profiler
+from shoal.job.profiler import Profiler
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.report.console import Console
 from shoal.report.mlflow import permitted_name

@@ -31,7 +31,7 @@ from small_engine import (
 )
 from test_sample_tokens import truncated_probabilities
 
-from shoal.job.training import CompilationCounter
+from shoal.job.compilations import CompilationCounter
 from shoal.mesh import Role
 from shoal.mesh.programs import MAX_IN_FLIGHT
 from shoal.model.attention import decode_gpu, decode_tpu, selector

@@ -23,8 +23,8 @@ from small import random_parameters as fresh_parameters
 from tiny_runs import by_path, same_bits
 
 from shoal.config.train import Config
+from shoal.job.compilations import CompilationCounter
 from shoal.job.job import Job
-from shoal.job.training import CompilationCounter
 from shoal.model.parameters import Parameters, shardings
 from shoal.records import ShoalError
 from shoal.report.console import Console

@@ -72,7 +72,7 @@ from shoal.config.stored import Decision, resolved
 from shoal.config.train import Config
 from shoal.files import check_local, is_offline, nearest_folder
 from shoal.findings import Finding, Findings
-from shoal.job import training as job_training
+from shoal.job.compilations import CompilationCounter
 from shoal.job.data_source import DataSource, for_training
 from shoal.job.environments import (
     TurnFormats,
@@ -253,7 +253,7 @@ class Job(StagedJob):
         self.decisions: dict[str, Decision] = {}
         self.stored_decisions = read_decisions(resumed) if resumed else {}
         self.started = time.perf_counter()
-        self.compilations = job_training.CompilationCounter()
+        self.compilations = CompilationCounter()
 
     def __enter__(self) -> Job:
         self.stack.enter_context(orbax_silenced())

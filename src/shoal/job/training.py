@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -23,10 +23,12 @@ from shoal.config.train import Config
 from shoal.files import explain_write_errors
 from shoal.job.fingerprint import fingerprint
 from shoal.job.interrupt import stop_on_signals
+from shoal.job.job import Job
 from shoal.job.process import check_same, check_same_model
+from shoal.job.profiler import Profiler
 from shoal.job.recipe import follow, with_first_weights
 from shoal.job.resume import restore_latest
-from shoal.mesh import memory_stats, return_freed_memory
+from shoal.mesh import memory_stats
 from shoal.model.flops import Utilisation
 from shoal.model.parameters import frozen_specs, select
 from shoal.protocols import RolloutSource
@@ -50,9 +52,6 @@ from shoal.trainer.scorers import ModelScorer
 from shoal.trainer.update import critic_epochs, num_scorings
 from shoal.weights.checkpoints import Checkpoints, largest_array, versions
 from shoal.weights.source import ModelSource, copy_model_files
-
-if TYPE_CHECKING:
-    from shoal.job.job import Job
 
 
 @dataclass(frozen=True)
@@ -501,91 +500,3 @@ def peak_bytes() -> int:
 
     # On Linux `ru_maxrss` is in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-_COMPILATION_EVENT = "/jax/core/compile/backend_compile_duration"
-
-_num_compilations = 0
-
-TRIMMED_SECONDS = 0.5
-"""If a compilation takes longer than this, freed memory is given back to the system afterwards; a
-shorter one leaves little."""
-
-
-def _listen(event: str, duration_secs: float, **_: str | int) -> None:
-    """Counts an event of JAX if it is a compilation, and gives freed memory back to the system
-    after a long one. `duration_secs`: how long the event took. `_`: further facts of the event,
-    which are not read."""
-    global _num_compilations
-    if event != _COMPILATION_EVENT:
-        return
-    _num_compilations += 1
-    if duration_secs > TRIMMED_SECONDS:
-        return_freed_memory()
-
-
-jax.monitoring.register_event_duration_secs_listener(_listen)
-
-
-class CompilationCounter:
-    """Counts the programs that this process has compiled, or read from the persistent cache, since
-    the counter was made."""
-
-    def __init__(self) -> None:
-        self._start = _num_compilations
-
-    def read(self) -> int:
-        """Returns the number of programs so far."""
-        return _num_compilations - self._start
-
-
-class Profiler:
-    """Writes a trace of each chosen step, counted from 1, to `<folder>/step_000012/`, for XProf,
-    TensorBoard and Perfetto.
-
-    A step that has a trace already is not traced again. If a trace cannot be written, `warn` is
-    called and training continues.
-
-    >>> with profiler.step(12):
-    ...     train_one_step()
-    """
-
-    def __init__(self, steps: Collection[int], folder: Path, warn: Callable[[str], None]) -> None:
-        """`steps`: the steps to trace, counted from 1. `folder`: gets a subfolder for each traced
-        step. `warn`: called with a text if a trace cannot be written."""
-        self.steps = frozenset(steps)
-        self.folder = folder
-        self.warn = warn
-
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Returns a context that traces its block if `step` (counted from 1) was chosen and has no
-        trace yet, and closes the trace however the block ends. If no trace can be started, the
-        block runs without one."""
-        target = self.folder / f"step_{step:06d}"
-        # Files are there already if an earlier start of the run traced this step.
-        is_traced = step in self.steps and not any(target.rglob("*"))
-        if is_traced:
-            is_traced = self._attempt(step, self._start, target)
-        if not is_traced:
-            yield
-            return
-        try:
-            with jax.profiler.StepTraceAnnotation("step", step_num=step):
-                yield
-        finally:
-            self._attempt(step, jax.profiler.stop_trace)
-
-    def _start(self, target: Path) -> None:
-        target.mkdir(parents=True, exist_ok=True)
-        jax.profiler.start_trace(target)
-
-    def _attempt(self, step: int, action: Callable[..., None], *arguments: Path) -> bool:
-        """Calls `action(*arguments)` and returns True. If it raises RuntimeError or OSError, warns
-        that `step` has no trace and returns False."""
-        try:
-            action(*arguments)
-        except (RuntimeError, OSError) as error:
-            self.warn(f"no profiler trace of step {step}: {error}")
-            return False
-        return True

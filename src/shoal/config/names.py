@@ -171,11 +171,12 @@ def _suggestion(config_type: type, name: str) -> str:
     keys_by_name.update(names)
     meant = nearest(name, keys_by_name)
     ours = nearest(name, names)
-    sections, sections_of_flag, sections_of_ours = (
-        each.rpartition(".")[0] for each in (name, meant, ours)
+    sections = _sections(name)
+    flag_alone_has_sections = (
+        sections != "" and _sections(meant) == sections and _sections(ours) != sections
     )
-    is_theirs = bool(sections) and sections_of_ours != sections == sections_of_flag
-    if not is_theirs and nearness(name, ours) >= nearness(name, meant) - OURS_FIRST:
+    ours_is_near = nearness(name, ours) >= nearness(name, meant) - OURS_FIRST
+    if ours_is_near and not flag_alone_has_sections:
         meant = ours
     shown_as = {}  # name to suggest -> how the message writes it, like `lr (optimizer.lr)`
     for known, key in keys_by_name.items():
@@ -183,6 +184,11 @@ def _suggestion(config_type: type, name: str) -> str:
         if known != key:
             shown_as[known] = f"{known} ({key})"
     return did_you_mean(name, [meant], shown_as)
+
+
+def _sections(name: str) -> str:
+    """Returns the sections of a dotted name, all before the last dot; "" if it has none."""
+    return name.rpartition(".")[0]
 
 
 def _why_unsupported(name: str) -> str:

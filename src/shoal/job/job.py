@@ -626,8 +626,8 @@ class Job(StagedJob):
                 f"{model.role.platform.upper()} ({fault})"
             )
         sampler = model.on(self.roles.sampler)
-        for one in (model, sampler):
-            check_experts(one)
+        check_experts(model)
+        check_experts(sampler)
         is_without_kernel = not decodes_by_kernel(sampler) and sampler.role.platform != "cpu"
         if is_without_kernel and model.attention == "auto":
             self.console.note(f"decoding goes without its kernel: {decode_kernel_refusal(sampler)}")
@@ -932,12 +932,14 @@ class Job(StagedJob):
         for example because the prompt already opens the tag that they look for: every answer would
         count as wrong. Tries it on the first question of the first set that has one. Does nothing
         with environments or reward models."""
-        # the first question of the first set that has one; None if none has
-        first = next(
-            (questions[0] for questions in self.evaluation_sets.values() if questions), None
-        )
-        if first is None or self.loaded_task.environments or reward_models(self.reward_functions):
+        if self.loaded_task.environments or reward_models(self.reward_functions):
             return
+        sets_with_questions = [
+            questions for questions in self.evaluation_sets.values() if questions
+        ]
+        if not sets_with_questions:
+            return
+        first = sets_with_questions[0][0]
 
         def prompt_ids_of(_: Example) -> np.ndarray:
             return first.prompt_ids
@@ -1308,10 +1310,10 @@ class Job(StagedJob):
         scorers = dict(teachers or {})
         if c.teacher.is_first_policy and initial is not None:
             scorers[""] = initial
-        made = None
+        all_teachers = None
         if scorers or servers or c.teacher.is_live_policy:
             prompt_of = self.encode_with_hint if c.teacher.hint else None
-            made = Teachers.of(c.teacher, scorers, self.learner.model, prompt_of, servers)
+            all_teachers = Teachers.of(c.teacher, scorers, self.learner.model, prompt_of, servers)
         return Updater(
             self.learner,
             c.algorithm,
@@ -1319,7 +1321,7 @@ class Job(StagedJob):
             temperature=c.sampling.temperature,
             seed=c.seed,
             reference=initial if c.algorithm.scores_reference else None,
-            teachers=made,
+            teachers=all_teachers,
             critic=self.critic,
             max_tokens=c.sampling.max_completion_tokens,
             longest=longest_sequence(c),

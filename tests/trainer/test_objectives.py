@@ -50,7 +50,7 @@ from shoal.trainer.prompts import PromptStream
 from shoal.trainer.schedule import schedule_of
 from shoal.trainer.step_table import StepTable
 from shoal.trainer.teachers import Teachers
-from shoal.trainer.update import PrecomputedLogprobs, Updater
+from shoal.trainer.update import PrecomputedScores, Updater
 
 # ---- truncation
 
@@ -268,9 +268,9 @@ def test_a_teachers_part_of_the_advantage_by_hand():
             valid=np.ones(1, bool),
         )
     ]
-    given = PrecomputedLogprobs(
+    given = PrecomputedScores(
         old_logprobs={(0, 0): np.array([-1.0, -2, -3], np.float32)},
-        teacher={(0, 0): np.array([-0.5, -4, -3], np.float32)},
+        teacher_logprobs={(0, 0): np.array([-0.5, -4, -3], np.float32)},
     )
     recorded = MetricSet()
     teachers = Teachers(TeacherSection("teacher", coef=0.5), {})
@@ -299,8 +299,9 @@ def test_a_teachers_part_of_the_advantage_is_that_of_trls_minillm():
         )
         return np.asarray(logprobs[0])
 
-    given = PrecomputedLogprobs(
-        old_logprobs={(0, 0): logprobs_of("student")}, teacher={(0, 0): logprobs_of("teacher")}
+    given = PrecomputedScores(
+        old_logprobs={(0, 0): logprobs_of("student")},
+        teacher_logprobs={(0, 0): logprobs_of("teacher")},
     )
     [group] = random_groups(SMALL, 1, 1, 4, labels.shape[1])
     completion = replace(group.completions[0], loss_mask=np.ones(labels.shape[1], bool))
@@ -327,7 +328,7 @@ def test_a_divergence_in_the_reward_by_hand():
             for i, c in enumerate([made[0].completions[0]] * 2)
         ),
     )
-    given = PrecomputedLogprobs(
+    given = PrecomputedScores(
         old_logprobs={
             (0, 0): np.array([-1.0, -1], np.float32),
             (0, 1): np.array([-1.0, -9], np.float32),

@@ -412,8 +412,8 @@ class Replayer:
         state. Compares the trainer's log-probs with the stored ones and writes into `origin`
         whether they are equal (`verified`, `diverged_at`); warns at the first step at which they
         are not."""
-        state, outcome = updater.update(state, [entry.group for entry in stored], step)
-        origin.verified = equal_logprobs(stored, outcome)
+        state, result = updater.update(state, [entry.group for entry in stored], step)
+        origin.verified = equal_logprobs(stored, result)
         if origin.diverged_at is None and origin.verified is False:
             origin.diverged_at = step + 1
             self.console.warning(
@@ -627,7 +627,7 @@ def _turn_limit(stored: Completion, start: int, eos_ids: Sequence[int]) -> int:
     return 0 if is_ended else size
 
 
-def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool | None:
+def equal_logprobs(stored: Sequence[StoredGroup], result: UpdateResult) -> bool | None:
     """Compares the log-probs that an update computed with those that the run's trainer stored
     (`trainer_logprobs`). Returns True if all are equal bit for bit, False if one differs or only
     one side has it, None if there are none to compare. `stored`: the step's groups, in the order of
@@ -636,7 +636,7 @@ def equal_logprobs(stored: Sequence[StoredGroup], outcome: UpdateResult) -> bool
     for number, entry in enumerate(stored):
         for index, arrays in enumerate(entry.token_arrays):
             before = arrays.get("trainer_logprobs")
-            now = outcome.logprobs.get((number, index))
+            now = result.logprobs.get((number, index))
             if (before is None) != (now is None):
                 return False
             if before is None:

@@ -164,7 +164,7 @@ class Run:
                     waited = time.perf_counter() - started
                     self.stop.announce_wait(f"the update of step {version}")
                     with self.timeline.span("trainer", "update"):
-                        state, outcome = self.updater.update(state, groups, step)
+                        state, result = self.updater.update(state, groups, step)
                 # After the update: a step that is given up before has changed neither pending
                 # requests nor pass rates.
                 self.step_done(step, groups, discarded)
@@ -174,17 +174,17 @@ class Run:
                     # A full disk, for example: the update is saved, and its metrics with it.
                     except ShoalError:
                         seconds = time.perf_counter() - started
-                        self.record(step, groups, discarded, outcome, seconds)
+                        self.record(step, groups, discarded, result, seconds)
                         # Raised again inside, so that the update is saved.
                         with self.saved_if_given_up(version, state):
                             raise
                 self.lookahead.note(waited, time.perf_counter() - started)
                 self.request_published(version)
                 seconds = time.perf_counter() - started
-                metrics = self.record(step, groups, discarded, outcome, seconds)
+                metrics = self.record(step, groups, discarded, result, seconds)
                 with self.saved_if_given_up(version, state):
                     # Called for its error alone; the update is saved before the run ends with it.
-                    self.source.check_logprobs(groups, outcome.logprobs, version=step)
+                    self.source.check_logprobs(groups, result.logprobs, version=step)
             self.store_resume_settings()
             self.call_back(version, state, self.callbacks.end_step, metrics, groups)
             is_evaluated = self.evaluation_due(version) or self.callbacks.asks_evaluation
@@ -636,12 +636,12 @@ class Run:
         step: int,
         groups: Sequence[Group],
         discarded: Sequence[Group],
-        outcome: UpdateResult,
+        result: UpdateResult,
         seconds: float,
     ) -> dict[str, float]:
         """Records one step in metrics, files and terminal, and returns its metrics by name.
         `seconds` is the time of the whole step, with the waiting."""
-        table = outcome.table
+        table = result.table
         num_filled = 0
         if self.config.algorithm.dynamic_sampling:
             num_filled = sum(not self.is_useful(group) for group in groups)
@@ -651,8 +651,8 @@ class Run:
             advantages=table.completion_advantages,
             turn_advantages=table.turn_advantages,
             nonzero_std=table.nonzero_std,
-            logprobs=outcome.logprobs,
-            metrics=outcome.metrics,
+            logprobs=result.logprobs,
+            metrics=result.metrics,
             seconds=seconds,
             discarded=discarded,
             num_filled=num_filled,

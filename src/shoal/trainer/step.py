@@ -334,7 +334,7 @@ def _optimizer_programs(
     # several times.
     rate = learning_rate(section, num_updates)
     by_layer = _updates_by_layer(section, role)
-    has_decay = _map_specs(attrgetter("weight_decay"), a)
+    has_decay = jax.tree.map(attrgetter("weight_decay"), trained_specs(a))
 
     def weight_decay(parameters: Params) -> Any:
         """Returns which parameters have weight decay: all, or those outside of layers, or those of
@@ -391,26 +391,32 @@ def _gradient_programs(
     role = model.role
     replicated = role.replicated
     trained = shardings_of(trained_specs(model.architecture), role)
+    sum_metrics, max_metrics = sum_shapes(model, objective)
     head_shape = None
     head_sharding = None
     if isinstance(objective, Objective) and objective.value_coef:
         spec = value_head_spec(model.architecture)
         head_shape = jax.ShapeDtypeStruct(spec.shape, jnp.float32)
         head_sharding = spec.sharding(role)
-    sums = GradientSum(trained, replicated, replicated, replicated, head_sharding)
-    zero = role.jit(
-        partial(
-            _zero,
-            _gradient_shapes(model.architecture),
-            *sum_shapes(model, objective),
-            head_shape,
-        ),
-        out_shardings=sums,
+    shapes = GradientSum(
+        gradient=_gradient_shapes(model.architecture),
+        loss=jax.ShapeDtypeStruct((), jnp.float32),
+        sums=sum_metrics,
+        maxima=max_metrics,
+        value_head=head_shape,
     )
+    shardings = GradientSum(
+        gradient=trained,
+        loss=replicated,
+        sums=replicated,
+        maxima=replicated,
+        value_head=head_sharding,
+    )
+    zero = role.jit(partial(_zero, shapes), out_shardings=shardings)
     accumulate = role.with_options(UPDATE_OPTIONS).jit(
         partial(_accumulate, model, objective),
         donate_argnums=0,
-        out_shardings=(sums, role.host_layout),
+        out_shardings=(shardings, role.host_layout),
     )
     # Scoring sums no gradients, so one program serves every `reduce_dtype`.
     scoring_model = replace(model, reduce_dtype=Model.reduce_dtype)
@@ -450,27 +456,19 @@ def _rows_layout(role: Role) -> NamedSharding:
     return NamedSharding(role.mesh, PartitionSpec(dict(role.rules)["batch"]))
 
 
-def _map_specs(read: Callable[[ParamSpec], Any], a: Architecture) -> Params:
-    """Returns a tree of what `read` returns for each trained parameter's spec."""
-    return jax.tree.map(read, trained_specs(a))
-
-
 def _gradient_shapes(a: Architecture) -> Params:
     """Returns the shapes of the gradient: float32, for trained parameters only."""
 
     def shape_of(spec: ParamSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spec.shape, jnp.float32)
 
-    return _map_specs(shape_of, a)
+    return jax.tree.map(shape_of, trained_specs(a))
 
 
-def _zero(
-    shapes: Params, sums: Mapping[str, Any], maxima: Mapping[str, Any], value_head: Any
-) -> GradientSum:
-    """Returns a `GradientSum` of zeros. `shapes` are those of the gradient, `sums` and `maxima`
-    those of the metrics (`sum_shapes`), `value_head` that of the head's gradient, None without."""
-    total = GradientSum(shapes, jax.ShapeDtypeStruct((), jnp.float32), sums, maxima, value_head)
-    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), total)
+def _zero(shapes: GradientSum) -> GradientSum:
+    """Returns a `GradientSum` of zeros with these shapes and types. Compiled as the program with
+    which an update's first micro-batch begins."""
+    return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
 def _accumulate(

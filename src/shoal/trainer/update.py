@@ -42,14 +42,19 @@ ROUTES_MEASURED_EVERY = 10
 """Steps after which the effect of using the recorded experts again is measured once more, by
 scoring a micro-batch without them."""
 
-OF_POLICY = {"loss": "loss", "grad_norm": "grad_norm", "lr": "lr", "skipped": "update/skipped"}
-OF_CRITIC = {
+POLICY_METRICS = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "skipped": "update/skipped",
+}
+CRITIC_METRICS = {
     "loss": "critic/vf_loss",
     "grad_norm": "critic/grad_norm",
     "lr": "critic/lr",
     "skipped": "critic/skipped",
 }
-"""Field of `UpdateMetrics` -> the metric of it, for updates of the policy and of a critic."""
+"""Field of `UpdateMetrics` -> name of its metric, for updates of the policy and of a critic."""
 
 PATIENCE_SECONDS = 5.0
 """Seconds that a requested stop waits for the updates of a step after its first. The first update
@@ -120,18 +125,19 @@ class UpdateResult:
     table: StepTable
     metrics: MetricSet
     logprobs: TokenValues = field(default_factory=dict)
-    # The sums over tokens of w, 1 and w^2, with w = exp(old - sampler).
-    correction: np.ndarray = field(default_factory=partial(np.zeros, 3))
+    # [3]: the sums over tokens of w, 1 and w^2, with w = exp(old - sampler), from which the
+    # effective sample size follows.
+    ess_sums: np.ndarray = field(default_factory=partial(np.zeros, 3))
 
 
 @dataclass(frozen=True)
-class PrecomputedLogprobs:
-    """Log-probs, and the critic's values, from before the first update; None for those that nothing
-    reads."""
+class PrecomputedScores:
+    """What scorers say of a step's tokens before its first update: log-probs, and the critic's
+    values. None for those that nothing reads."""
 
     old_logprobs: TokenValues | None = None
     ref_logprobs: TokenValues | None = None
-    teacher: TokenValues | None = None
+    teacher_logprobs: TokenValues | None = None
     values: TokenValues | None = None
 
 
@@ -251,7 +257,7 @@ class Updater:
                 _record_packing(metrics, batches)
         # The effective sample size of the whole step, (sum w)^2 / (N sum w^2): a mean of the sizes
         # of micro-batches would differ.
-        w, count, squares = result.correction
+        w, count, squares = result.ess_sums
         if count:
             metrics.add("sampler_gap/ess", w**2 / (count * squares))
         metrics.add("tokens/trained", num_trained)
@@ -396,7 +402,7 @@ class Updater:
 
     def _precompute(
         self, state: TrainState, groups: Sequence[Group], table: StepTable
-    ) -> PrecomputedLogprobs:
+    ) -> PrecomputedScores:
         """Computes the log-probs that need a forward pass before the first update: of the policy,
         the reference and the teacher, and the values of the critic, if they are needed. Those that
         are not needed are None. A group that `_included` leaves out has no entry."""
@@ -410,7 +416,7 @@ class Updater:
         if self.critic is not None:
             critic = ParameterScorer(self.critic.learner, self.critic.parameters(state))
         if all(scorer is None for scorer in (policy, self.reference, teachers, critic)):
-            return PrecomputedLogprobs()
+            return PrecomputedScores()
         # Scoring reads tokens alone, so advantages and weights are zeros: they are computed once a
         # KL in the reward is known.
         zeros = np.zeros_like(table.advantages)
@@ -422,10 +428,10 @@ class Updater:
         if self.critic is not None:
             for batch in batches:
                 critic_batches.append(replace(batch, arrays=self.critic.read(batch.arrays)))
-        return PrecomputedLogprobs(
+        return PrecomputedScores(
             old_logprobs=self._scores(policy, batches),
             ref_logprobs=self._scores(self.reference, reference_batches),
-            teacher=self._teacher_scores(teachers, state, batches),
+            teacher_logprobs=self._teacher_scores(teachers, state, batches),
             values=self._scores(critic, critic_batches),
         )
 
@@ -439,7 +445,7 @@ class Updater:
         self,
         groups: Sequence[Group],
         table: StepTable,
-        precomputed: PrecomputedLogprobs,
+        precomputed: PrecomputedScores,
         metrics: MetricSet,
     ) -> np.ndarray | None:
         """Returns the KL in the reward, float[P, G]: `kl_coef` times the KL's sum over a
@@ -484,12 +490,12 @@ class Updater:
         return a.kl_coef * kl.sum(axis=-1)
 
     def _teacher_bonus(
-        self, groups: Sequence[Group], precomputed: PrecomputedLogprobs, metrics: MetricSet
+        self, groups: Sequence[Group], precomputed: PrecomputedScores, metrics: MetricSet
     ) -> TokenValues | None:
         """Returns what the teacher adds to each token's advantage: `teacher.coef` times (the
         teacher's log-prob minus the policy's), which estimates minus the reverse KL from one
         sample. None without a teacher. Adds the metric `teacher/kl`."""
-        teacher = precomputed.teacher
+        teacher = precomputed.teacher_logprobs
         old = precomputed.old_logprobs
         if self.teachers is None or teacher is None or old is None:
             return None
@@ -565,12 +571,13 @@ class Updater:
         state, applied = self.learner.apply(state, total)
         kept_logprobs = logprobs if keep_logprobs else []
         # One transfer for all: each separate `float(x)` would wait for the device.
-        sums, maxima, applied, values = jax.device_get((sums, maxima, applied, kept_logprobs))
+        on_host = jax.device_get((sums, maxima, applied, kept_logprobs))
+        sums, maxima, applied, kept_logprobs = on_host
         # These two are no metrics of their own: `update` computes sampler_gap/ess of the whole step
         # from their sums.
         w, count = sums.pop("sampler_gap/w")
         squares, _ = sums.pop("sampler_gap/w2")
-        result.correction += [float(w), float(count), float(squares)]
+        result.ess_sums += [float(w), float(count), float(squares)]
         if LOAD in sums:
             _record_loads(result.metrics, *sums.pop(LOAD))
             rerouted, num_given = sums.pop(REROUTED)
@@ -578,15 +585,14 @@ class Updater:
                 result.metrics.add("experts/rerouted", rerouted, num_given)
         # The sum alone: the count is no divisor of it.
         result.metrics.add("objective", sums.pop("objective")[0])
-        _record_update(result.metrics, sums | maxima, applied, OF_POLICY)
+        _record_update(result.metrics, sums | maxima, applied, POLICY_METRICS)
         if applied.loss_scale is not None:
             result.metrics.add("loss_scale", float(applied.loss_scale))
             result.metrics.add("update/overflows", int(applied.overflow))
         # A skipped update counts in `update/skipped` alone.
         result.metrics.add("update/count", 1 - int(applied.skipped))
         if keep_logprobs:
-            # `values` are `kept_logprobs` on the host
-            result.logprobs |= unpack(batches, values)
+            result.logprobs |= unpack(batches, kept_logprobs)
         return state
 
     def _update_critic(
@@ -618,7 +624,7 @@ class Updater:
         sums = total.sums  # taken out first, as `apply` donates what is in `total`
         critic_state, applied = critic.learner.apply(state.critic, total)
         sums, applied = jax.device_get((sums, applied))
-        _record_update(metrics, sums, applied, OF_CRITIC)
+        _record_update(metrics, sums, applied, CRITIC_METRICS)
         return replace(state, critic=critic_state)
 
 

@@ -220,26 +220,34 @@ class Run:
         return self.recorder.finish(last, best)
 
     def begin(self) -> tuple[TrainState, int]:
-        """Returns the trainer's state and the first step to run: for a new run after evaluating
-        version 0, unless `train.evaluate_first` is False or there is no step; for a resumed run as
-        the checkpoint has them. Also publishes the weights, and requests a resumed run's pending
-        groups and evaluations again. Afterwards `parameters` and `restored` are None, so that the
-        run keeps no other copy of the weights alive. Evaluates the resumed version if that is due
-        and was not done."""
+        """Returns the trainer's state and the first step to run, of a new or a resumed run, once
+        the weights are published. Afterwards `parameters` and `restored` are None, so that the run
+        keeps no other copy of the weights alive."""
         if self.restored is None:
-            # Version 0 is evaluated before anything is requested: its figures are those that
-            # training starts from.
-            state = self.updater.first_state(self.parameters, self.critic_parameters)
-            # The first weights must not outlive their use.
-            self.parameters = None
-            self.critic_parameters = None
-            self.publish_frozen(state)
-            self.publish(0, state.trainable)
-            self.begin_callbacks(0, state)
-            # A run without steps has one evaluation, at its end.
-            if self.config.train.evaluate_first and self.config.steps:
-                self.evaluate(0, state, complete=True)
-            return state, 0
+            return self.begin_new(), 0
+        return self.begin_resumed()
+
+    def begin_new(self) -> TrainState:
+        """Returns the state of a new run, after publishing version 0 and evaluating it, unless
+        `train.evaluate_first` is False or there is no step. Nothing is requested before: the
+        figures of version 0 are those that training starts from."""
+        state = self.updater.first_state(self.parameters, self.critic_parameters)
+        # The first weights must not outlive their use.
+        self.parameters = None
+        self.critic_parameters = None
+        self.publish_frozen(state)
+        self.publish(0, state.trainable)
+        self.begin_callbacks(0, state)
+        # A run without steps has one evaluation, at its end.
+        if self.config.train.evaluate_first and self.config.steps:
+            self.evaluate(0, state, complete=True)
+        return state
+
+    def begin_resumed(self) -> tuple[TrainState, int]:
+        """Returns the state and the first step of a resumed run as its checkpoint has them, after
+        publishing their weights and requesting the pending groups and evaluations again. Evaluates
+        the resumed version if that is due and was not done."""
+        assert self.restored is not None
         version = self.restored.version
         state = self.restored.state
         extra = self.restored.extra

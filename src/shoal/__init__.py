@@ -402,12 +402,9 @@ def _typed_names_in_errors(resolved: Any) -> Iterator[None]:
 def _console(resolved: Any, console: Any = None) -> Any:
     """Prints the notes about a configuration, and what flags of other systems became, to `console`
     (None: to a new one), and returns that console. `resolved`: a Resolved."""
-    from shoal.compat.front import typed_names_adder
+    from shoal.compat.front import print_notes
     from shoal.report.console import Console
 
     console = console or Console()
-    for note in resolved.notes:
-        console.note(note)
-    console.block("flags of other systems:", resolved.flag_lines)
-    console.add_typed_names = typed_names_adder(resolved)
+    print_notes(resolved, console)
     return console

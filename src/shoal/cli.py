@@ -252,7 +252,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
     result. The function has the name of its module in `commands`, which is the command's with `_`
     for `-`; but `eval` calls `evaluate`, `sft` calls `train`, and `eval` with `responses` calls
     `score_responses`. From here on Ctrl-C raises KeyboardInterrupt."""
-    from shoal.compat.front import typed_names_adder
+    from shoal.compat.front import print_notes
 
     if command in ("train", "sft"):
         from shoal.job.process import open_console
@@ -262,10 +262,7 @@ def _call(command: str, config: Any, resolved: Resolved) -> Any:
         from shoal.report.console import Console
 
         console = Console()
-    for note in resolved.notes:
-        console.note(note)
-    console.block("flags of other systems:", resolved.flag_lines)
-    console.add_typed_names = typed_names_adder(resolved)
+    print_notes(resolved, console)
     if command == "eval" and config.responses:
         module = "responses"
         name = "score_responses"

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.compat import maxtext, torchrl, trl, verl
 from shoal.compat.rules import CHECKS, RULES
@@ -40,6 +40,9 @@ from shoal.config.names import names_of
 from shoal.config.token import HUB_TOKEN_KEY
 from shoal.records import ShoalError
 from shoal.text import count
+
+if TYPE_CHECKING:
+    from shoal.report.console import Console
 
 
 def _rows_of(system: str, flags: Sequence[Flag]) -> list[Flag]:
@@ -852,6 +855,15 @@ def typed_names_adder(resolved: Resolved) -> Callable[[str], str]:
     if not resolved.became:
         return str
     return partial(add_typed_names, resolved=resolved)
+
+
+def print_notes(resolved: Resolved, console: Console) -> None:
+    """Prints the notes about a configuration, and what flags of other systems became. From here on
+    the console adds the names of such flags to its messages (`typed_names_adder`)."""
+    for note in resolved.notes:
+        console.note(note)
+    console.block("flags of other systems:", resolved.flag_lines)
+    console.add_typed_names = typed_names_adder(resolved)
 
 
 def add_typed_names(message: str, resolved: Resolved) -> str:

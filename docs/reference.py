@@ -231,6 +231,13 @@ DIFFERENCES: dict[str, Difference] = {
         "bounds the samples taken ahead; a long completion may be older when its turn comes",
         "bounds the age of the weights that a group starts on",
     ),
+    "verl batch": Difference(
+        "verl",
+        "`reward_manager=batch`",
+        "calls the reward function once with all completions of a step",
+        "calls it with the completions of one prompt at a time, which matters to a function that "
+        "compares prompts",
+    ),
     "verl test_freq": Difference(
         "verl",
         "`trainer.test_freq` of 0 or less, its default, with `trainer.val_before_train=True`",

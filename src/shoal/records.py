@@ -207,15 +207,31 @@ class RewardFunction:
 
     @functools.cached_property
     def per_completion(self) -> bool:
-        """True if the function follows verl's convention, that is, is called once per completion:
-        it has the parameters `solution_str` and `ground_truth`. False also if its signature cannot
-        be read."""
+        """True if the function follows verl's convention for one completion, that is, is called
+        once per completion: it has the parameters `solution_str` and `ground_truth`. False also if
+        its signature cannot be read."""
+        return self._takes("solution_str", "ground_truth")
+
+    @functools.cached_property
+    def takes_verl_lists(self) -> bool:
+        """True if the function follows the convention of verl's BatchRewardManager, which is called
+        with lists: it has the parameters `solution_strs` and `ground_truths`. False also if its
+        signature cannot be read."""
+        return self._takes("solution_strs", "ground_truths")
+
+    @property
+    def follows_verl(self) -> bool:
+        """True if the function follows one of verl's conventions: it compares with a ground truth,
+        and may return a dict with `score` for a completion."""
+        return self.per_completion or self.takes_verl_lists
+
+    def _takes(self, *names: str) -> bool:
+        """True if the function's signature has all these parameters; False if it cannot be read."""
         try:
-            names = set(inspect.signature(self.function).parameters)
+            parameters = inspect.signature(self.function).parameters
         except (TypeError, ValueError):
             return False
-        # `<=`: the signature has both
-        return {"solution_str", "ground_truth"} <= names
+        return all(name in parameters for name in names)
 
     @functools.cached_property
     def awaits(self) -> bool:

@@ -314,6 +314,7 @@ DIFFERENT: dict[str, str] = {
 NOT_SHOWN = {
     "verl long prompts",
     "verl gen_batch_size",
+    "verl batch",
     "verl best@k",
     "verl test_freq",
     "verl rows in both files",

@@ -329,11 +329,19 @@ def test_dapos_penalty_on_long_completions_is_reward_overlong_buffer_tokens(head
     assert off.reward.overlong_buffer_tokens == 0
 
 
+def test_verls_batch_manager_says_which_completions_a_call_has():
+    for word in ("reward_model.reward_manager=batch", "reward.reward_manager.name=batch"):
+        _, resolved = compose("train", ["recipe=verl", word])
+        [line] = [line for line in resolved.became if line.startswith(word)]
+        assert "of the completions of one prompt at a time, there of a whole step" in line
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["reward_model.reward_manager=prime"], "=prime: expected naive or dapo"),
+        (["reward_model.reward_manager=prime"], "=prime: expected naive, dapo or batch"),
         (["reward_manager.name=naive", *(HEADS[2] + word for word in OVERLONG)], "which alone"),
+        (["reward_manager.name=batch", *(HEADS[2] + word for word in OVERLONG)], "which alone"),
         ([HEADS[2] + "enable=True"], "enable=true needs reward_model.overlong_buffer.len"),
         ([HEADS[1] + word for word in OVERLONG[:2]], "overlong_buffer_cfg.penalty_factor"),
         (
@@ -341,6 +349,7 @@ def test_dapos_penalty_on_long_completions_is_reward_overlong_buffer_tokens(head
             "max_resp_len=7: expected 512 (data.max_response_length)",
         ),
         (["reward_model.reward_kwargs.other=7"], "dapo's max_resp_len and overlong_buffer_cfg"),
+        (["reward.reward_kwargs.other=7"], "are custom_reward_function.reward_kwargs.NAME"),
         (["data.gen_batch_size=8"], "without it verl trains on all prompts that are sampled"),
         (["data.truncation=up"], "expected one of error, left, right, middle"),
     ],
@@ -354,6 +363,7 @@ def test_what_a_reward_manager_or_the_data_cannot_be_is_said(words, said):
     [
         ["reward_model.reward_manager=dapo"],
         ["reward.reward_manager.name=naive"],
+        ["reward_model.reward_manager=batch"],
         ["data.gen_batch_size=1"],
         ["data.gen_batch_size=1024"],
         ["data.gen_batch_size=8", "algorithm.filter_groups.enable=True"],

@@ -640,6 +640,78 @@ def test_verls_functions_are_called_once_a_completion(workers: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+def test_verls_batch_functions_are_called_once_a_group_with_lists(workers: int) -> None:
+    def compute_score(
+        data_sources: list[str],
+        solution_strs: list[str],
+        ground_truths: list[str],
+        extra_infos: list[dict[str, Any]],
+        bonus: float = 0.0,
+        **kwargs: Any,
+    ) -> list[Any]:
+        assert not kwargs
+        if "bad" in solution_strs:
+            raise ValueError("bad")
+        numbers = [info["index"] for info in extra_infos]
+        returned = []
+        for i, text in enumerate(solution_strs):
+            score = bonus + len(solution_strs) * (text == ground_truths[i])
+            seen = f"{data_sources[i]} {numbers[i]} {text}"
+            returned.append({"score": score, "length": len(text), "seen": seen})
+        # Each kind of value, and one that has fewer names than the others.
+        return [returned[0], {"score": None, "length": 9}, 0.5][: len(solution_strs)]
+
+    texts = [["5", "six", "7"]]
+    ids = [[[1], [2], [3]]]
+    function = functools.partial(compute_score, bonus=0.25)
+    found = scored(function, examples=VERL, texts=texts, ids=ids, workers=workers)
+    # 0.25 + 3: one call had all three completions.
+    np.testing.assert_array_equal(found.components["compute_score"], [[3.25, np.nan, 0.5]])
+    assert found.metrics == {"length": [1.0, 9.0], "acc": [0.5]}
+    assert found.extra == {"length": [[1, 9, None]], "seen": [["sums 9 5", None, None]]}
+
+    # After a failure each completion is called by itself, as a list of one.
+    found = scored(
+        compute_score,
+        examples=VERL,
+        texts=[["5", "bad", "7"]],
+        ids=ids,
+        workers=workers,
+        on_error="skip",
+    )
+    np.testing.assert_array_equal(found.components["compute_score"], [[1, np.nan, 0]])
+    np.testing.assert_array_equal(found.valid, [[True, False, True]])
+
+
+def test_what_verls_batch_functions_want_and_may_return() -> None:
+    two = {"texts": [["5", "6"]], "ids": [[[1], [2]]], "workers": 0, "on_error": "error"}
+
+    def judge(solution_strs: list[str], ground_truths: list[str]) -> Any:
+        return returned
+
+    returned: Any = [1.0]
+    with pytest.raises(ShoalError, match="returned 1 values for 2 completions"):
+        scored(judge, examples=VERL, **two)
+    returned = {"score": [1.0, 2.0]}
+    with pytest.raises(ShoalError, match="it must return a list with one number"):
+        scored(judge, examples=VERL, **two)
+    returned = [1.0, {"value": 1.0}]
+    with pytest.raises(ShoalError, match=r"returned {'value': 1\.0}: expected a number, or a dict"):
+        scored(judge, examples=VERL, **two)
+    returned = [1.0, {"score": "1.0"}]
+    with pytest.raises(ShoalError, match=r"'1\.0' as `score` for data row 2, completion 1"):
+        scored(judge, examples=VERL, **two)
+    with pytest.raises(ShoalError, match="needs a ground truth, which data row 0 lacks"):
+        scored(judge, examples=[Example(0, "p", {})], **two)
+
+    def half(solution_strs: list[str], truth: str) -> Any:
+        return []
+
+    with pytest.raises(ShoalError, match=r"together with 'ground_truths': .*f\(data_sources, "):
+        scored(half, examples=VERL, **two)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
 def test_what_verls_functions_want_and_may_return(workers: int) -> None:
     one = {"texts": [["5"]], "ids": [[[1]]], "workers": workers, "on_error": "zero"}
     with pytest.raises(

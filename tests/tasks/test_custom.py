@@ -947,6 +947,22 @@ def test_a_row_without_verls_data_source_is_told_once(tmp_path: Path) -> None:
     assert task.train[0].columns["data_source"] == "a"
 
 
+def test_the_rows_are_checked_for_functions_of_verl_that_take_lists(tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [1.0 for _ in solution_strs]\n"
+    )
+    rows = [{"prompt": "q", "answer": "1"}, {"prompt": "r", "answer": None}]
+    path = write(tmp_path / "train.jsonl", rows)
+    section = TaskSection(name="custom", path=str(path), eval_split="train")
+    reward = RewardSection((f"{tmp_path}/score.py:compute_score",))
+    task = load_task(section, reward)
+    said = "reward function 'compute_score' gets data_source='' for 2 of 2 training rows"
+    assert note_missing_sources(task, task.rewards).startswith(said)
+    with pytest.raises(ShoalError, match=r"needs a ground truth, which 1 of 2 training rows lack"):
+        check_truths(task, task.rewards)
+
+
 def test_generated_rows_are_not_all_made_to_look_for_a_data_source(tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(VERL)
     task = load_task(TaskSection(), RewardSection((f"{tmp_path}/score.py:compute_score",)))

@@ -1451,11 +1451,12 @@ def trl_shuffle(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
 
 def verl_reward_manager(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
     """Converts verl's reward manager and its arguments to reward.overlong_buffer_tokens and
-    overlong_penalty. `naive` gives a completion what the reward function returns; `dapo` also
-    subtracts, with overlong_buffer_cfg.enable, a penalty over the last `len` tokens of the longest
-    completion, penalty_factor at the limit. What is not given is not set. ShoalError for another
-    manager, for a penalty without its two numbers or with `naive`, and if max_resp_len is not the
-    longest completion."""
+    overlong_penalty. `naive` gives a completion what the reward function returns; `batch` does too,
+    but calls the function with lists, which Shoal reads from its parameters; `dapo` also subtracts,
+    with overlong_buffer_cfg.enable, a penalty over the last `len` tokens of the longest completion,
+    penalty_factor at the limit. What is not given is not set. ShoalError for another manager, for a
+    penalty without its two numbers or with another manager than `dapo`, and if max_resp_len is not
+    the longest completion."""
     named = last_part(given)
     manager = ""  # not given
     for name, text in given.items():
@@ -1463,12 +1464,17 @@ def verl_reward_manager(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sen
             manager = text
             _check_manager(name, manager)
     if "enable" not in named:
+        if manager == "batch":
+            return {}, (
+                "a function with solution_strs and ground_truths gets lists, here of the "
+                "completions of one prompt at a time, there of a whole step"
+            )
         return {}, "a completion gets what the reward function returns"
     switch = next(name for name in given if name.endswith(".enable"))
     head = switch.removesuffix("enable")
     if not to_bool(switch, named["enable"]):
         return {"reward.overlong_buffer_tokens": "0"}, "no penalty on long completions"
-    if manager == "naive":
+    if manager in ("naive", "batch"):
         raise ShoalError(f"{switch}=true: expected reward_manager=dapo, which alone reads it")
     for part in ("len", "penalty_factor"):
         if part not in named:
@@ -1490,8 +1496,10 @@ def verl_reward_manager(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sen
 def _check_manager(name: str, manager: str) -> None:
     """Raises ShoalError if a reward manager of verl is not one that Shoal follows. `name`: the
     flag's."""
-    if manager not in ("naive", "dapo"):
-        raise ShoalError(f"{name}={manager}: expected naive or dapo; or give reward=FILE:FUNCTION")
+    if manager not in ("naive", "dapo", "batch"):
+        raise ShoalError(
+            f"{name}={manager}: expected naive, dapo or batch; or give reward=FILE:FUNCTION"
+        )
 
 
 VERL_CONTENTS = ("model", "optimizer", "extra")

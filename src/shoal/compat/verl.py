@@ -493,7 +493,8 @@ FLAGS: list[Flag] = [
     *derived(
         rules.verl_reward_manager,
         "",
-        "naive, or dapo, whose overlong_buffer_cfg is a penalty on long completions",
+        "naive; batch, whose function gets lists; or dapo, whose overlong_buffer_cfg is a penalty "
+        "on long completions",
         "reward_manager.name",
         "reward_model.reward_manager",
         "reward.reward_manager.name",
@@ -745,7 +746,8 @@ FLAGS: list[Flag] = [
     ),
     *refused("set model.tokenizer", "data.tokenizer"),
     *refused(
-        "of a reward manager's arguments there are dapo's max_resp_len and overlong_buffer_cfg",
+        "of a reward manager's arguments there are dapo's max_resp_len and overlong_buffer_cfg; "
+        "those that batch hands to the function are custom_reward_function.reward_kwargs.NAME",
         *(f"{head}reward_kwargs.*" for head in ("reward_model.", "reward.")),
     ),
     *refused(

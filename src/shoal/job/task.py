@@ -260,13 +260,13 @@ def task_of_data(
 
 def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
     """Raises ShoalError, which names the first such row, if rows, of training or an evaluation set,
-    lack the right answer (`ground_truth`) and a function in verl's convention compares with it.
-    Rows that a packaged task generates are not checked."""
+    lack the right answer (`ground_truth`) and a function in one of verl's conventions compares with
+    it. Rows that a packaged task generates are not checked."""
     if not task.data.train_files:  # generated rows always have their answers
         return
     for reward in rewards:
         is_verls_own = reward.function is verl_reward
-        if not (reward.per_completion or is_verls_own):
+        if not (reward.follows_verl or is_verls_own):
             continue
         for name, examples in {"training": task.train, **task.evaluations}.items():
             first = ""
@@ -292,15 +292,16 @@ def check_truths(task: Task, rewards: Sequence[RewardFunction]) -> None:
 
 
 def note_missing_sources(task: Task, rewards: Sequence[RewardFunction]) -> str:
-    """Returns a note if training rows lack the column `data_source`, and a function in verl's
-    convention takes it by that name; '' if none does. Rows that a packaged task generates are not
-    read for it."""
+    """Returns a note if training rows lack the column `data_source`, and a function in one of
+    verl's conventions takes it by name; '' if none does. Rows that a packaged task generates are
+    not read for it."""
     if not task.data.train_files:
         return ""
     for reward in rewards:
-        if not reward.per_completion:
+        if not reward.follows_verl:
             continue
-        if "data_source" not in inspect.signature(reward.function).parameters:
+        name = "data_source" if reward.per_completion else "data_sources"
+        if name not in inspect.signature(reward.function).parameters:
             continue
         num_lacking = sum(not example.columns.get("data_source") for example in task.train)
         if num_lacking:

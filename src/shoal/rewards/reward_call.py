@@ -8,7 +8,9 @@ None where it cannot judge. If the prompt is messages, a completion is `[{"role"
 "content": text}]` with the whole text in `content`, or all messages of a rollout with turns; if the
 prompt is text, a completion is text. If rollouts have environments, `environments` are these after
 their rollouts (`EndedEnvironment`). A function in verl's convention (one that takes `solution_str`
-and `ground_truth`) is called once for each completion.
+and `ground_truth`) is called once for each completion. One in the convention of verl's
+BatchRewardManager (`solution_strs` and `ground_truths`) is called once a batch, with lists of what
+the former gets.
 """
 
 from __future__ import annotations
@@ -382,14 +384,21 @@ def line_of_function(function: Any, error: BaseException) -> str:
 
 
 def _arguments(reward: RewardFunction, batch: Batch, call_log: _CallLog) -> dict[str, Any]:
-    """Returns the keyword arguments with which a reward function is called for a batch, in TRL's or
-    verl's convention. Lists and messages are copies (the values in them are not), so a function
-    that changes them affects no other call. _BrokenConvention if the function requires an argument
-    that there is not. Fields that rollout functions returned are arguments too; they replace
-    columns of the same name. `log_extra` and `log_metric` write to `call_log`."""
-    if reward.per_completion:
-        columns = {name: values[0] for name, values in batch.columns.items()}
-        return _accepted_arguments(reward.function, _verl_arguments(batch, columns))
+    """Returns the keyword arguments with which a reward function is called for a batch, in TRL's
+    convention or one of verl's. Lists and messages are copies (the values in them are not), so a
+    function that changes them affects no other call. _BrokenConvention if the function requires an
+    argument that there is not. Fields that rollout functions returned are arguments too in TRL's
+    convention; they replace columns of the same name. `log_extra` and `log_metric` write to
+    `call_log`."""
+    if reward.follows_verl:
+        by_completion = [_verl_arguments(batch.single(i)) for i in range(len(batch))]
+        if reward.per_completion:  # the batch holds one completion
+            return _accepted_arguments(reward.function, by_completion[0])
+        lists = {}
+        for name in by_completion[0]:
+            # verl's names: `solution_strs` is the list of each `solution_str`.
+            lists[f"{name}s"] = [of_completion[name] for of_completion in by_completion]
+        return _accepted_arguments(reward.function, lists)
     arguments: dict[str, Any] = {}
     for name, values in batch.columns.items():
         arguments[name] = list(values)
@@ -427,12 +436,12 @@ def _arguments(reward: RewardFunction, batch: Batch, call_log: _CallLog) -> dict
     return _accepted_arguments(reward.function, arguments, num_rollouts)
 
 
-def _verl_arguments(batch: Batch, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of verl's convention for a batch of one completion, whose row is
-    `columns`: `data_source` ("" if the row has none), `solution_str`, `ground_truth` and
-    `extra_info`. The last is a copy of the row's, with `num_turns` (the prompt, and each run of
-    messages of one side) and an empty `rollout_reward_scores`. _BrokenConvention if the row has no
-    ground truth."""
+def _verl_arguments(batch: Batch) -> dict[str, Any]:
+    """Returns the arguments of verl's convention for a batch of one completion: `data_source` (""
+    if the row has none), `solution_str`, `ground_truth` and `extra_info`. The last is a copy of the
+    row's, with `num_turns` (the prompt, and each run of messages of one side) and an empty
+    `rollout_reward_scores`. _BrokenConvention if the row has no ground truth."""
+    columns = {name: values[0] for name, values in batch.columns.items()}
     fault = truth_fault(columns)
     if fault:
         place = batch.places[0] or f"data row {batch.rows[0][0]}"
@@ -501,10 +510,13 @@ def _what_is_near(name: str, given: Mapping[str, Any]) -> str:
     near_argument = did_you_mean(name, arguments)
     if near_argument and not did_you_mean(name, columns):
         return f"which is neither an argument of reward functions nor a column{near_argument}"
-    if name == "solution_str":  # with `ground_truth` too it would be called as verl calls it
+    # With the truth too it would be called as verl calls it.
+    if name in ("solution_str", "solution_strs"):
+        plural = "s" if name == "solution_strs" else ""
+        others = [f"{other}{plural}" for other in ("data_source", "ground_truth", "extra_info")]
         return (
-            "which functions of verl take together with 'ground_truth': name both, as in "
-            "def f(data_source, solution_str, ground_truth, extra_info)"
+            f"which functions of verl take together with {others[1]!r}: name both, as in "
+            f"def f({others[0]}, {name}, {others[1]}, {others[2]})"
         )
     near = did_you_mean(name, columns, lists_all=True)
     other = columns[0] if len(columns) == 1 else "OTHER"
@@ -522,14 +534,12 @@ def _result_of_return(
     each of a completion's turns has their sum as value, and is in `turns`; of `PaidTurns` the value
     is the total. What the function logged, `call_log`, becomes its `extra` and `metrics`.
     _BrokenConvention if `result` has another form than the function's convention asks for."""
-    if reward.per_completion:
-        returned = [_verl_score(result, call_log)]
-    else:
-        returned = _checked_list(result, batch)
+    returned = [result] if reward.per_completion else _checked_list(result, batch)
+    scores = _verl_scores(returned, call_log) if reward.follows_verl else returned
     values: list[float | None] = []
     turns: list[list[float] | None] = []
     bad: list[tuple[int, str]] = []
-    for i, value in enumerate(returned):
+    for i, value in enumerate(scores):
         rewards = None
         if _is_by_turn(value):
             num_turns = batch.num_turns[i] if batch.num_turns else 1
@@ -544,7 +554,7 @@ def _result_of_return(
         else:
             number = _finite_or_text(value)
         if isinstance(number, str):
-            if reward.per_completion and isinstance(result, Mapping):
+            if reward.follows_verl and isinstance(returned[i], Mapping):
                 number += " as `score`"
             bad.append((i, number))
             number = None
@@ -576,9 +586,10 @@ def _turn_rewards(value: Sequence[Any], num_turns: int) -> list[float] | str:
 
 
 def _checked_list(result: Any, batch: Batch) -> list[Any]:
-    """Returns the result of a function of TRL's convention as a list. _BrokenConvention unless it
-    has a length and can be iterated (a list, a tuple, an array, ...) with one entry for each
-    completion. Text, bytes, dicts and sets are refused. What the entries are is not checked."""
+    """Returns the result of a function that is called with lists as a list. _BrokenConvention
+    unless it has a length and can be iterated (a list, a tuple, an array, ...) with one entry for
+    each completion. Text, bytes, dicts and sets are refused. What the entries are is not
+    checked."""
     wanted = (
         "it must return a list with one number (or None where it cannot judge) for each "
         f"completion; {count(len(batch), 'was', 'were')} given, the first {batch.describe(0)}"
@@ -595,27 +606,36 @@ def _checked_list(result: Any, batch: Batch) -> list[Any]:
     return values
 
 
-def _verl_score(result: Any, call_log: _CallLog) -> Any:
-    """Returns the score that a function of verl's convention returned: `result` itself, or its
-    `score` if it is a dict. Logs the dict's other values in `call_log` as extra columns, and its
-    numbers as metrics too. Logs a score that is not in a dict as the metric `acc`, as verl does.
-    _BrokenConvention for a dict without `score`. The score is not checked here."""
-    if not isinstance(result, Mapping):
-        number = _finite_or_text(result)
-        if isinstance(number, float):
-            call_log.log_metric("acc", number)
-        return result
-    if "score" not in result:
-        raise _BrokenConvention(
-            f"returned {shorten(repr(result))}: expected a number, or a dict with `score`"
-        )
-    for name, value in result.items():
-        if name != "score":
+def _verl_scores(returned: Sequence[Any], call_log: _CallLog) -> list[Any]:
+    """Returns the score of each completion, given what a function of verl's conventions returned
+    for it: the score itself, or a dict with `score`. Logs the dicts' other values in `call_log` as
+    extra columns (None for a completion without that value), and their numbers as metrics too. Logs
+    a score that is not in a dict as the metric `acc`, as verl does. _BrokenConvention for a dict
+    without `score`. The scores are not checked here."""
+    scores = []
+    columns: dict[Any, list[Any]] = {}
+    for i, entry in enumerate(returned):
+        if not isinstance(entry, Mapping):
+            number = _finite_or_text(entry)
+            if isinstance(number, float):
+                call_log.log_metric("acc", number)
+            scores.append(entry)
+            continue
+        if "score" not in entry:
+            raise _BrokenConvention(
+                f"returned {shorten(repr(entry))}: expected a number, or a dict with `score`"
+            )
+        scores.append(entry["score"])
+        for name, value in entry.items():
+            if name == "score":
+                continue
             number = _finite_or_text(value)
             if isinstance(number, float):
                 call_log.log_metric(name, number)
-            call_log.log_extra(str(name), [value])
-    return result["score"]
+            columns.setdefault(name, [None] * len(returned))[i] = value
+    for name, values in columns.items():
+        call_log.log_extra(str(name), values)
+    return scores
 
 
 def _finite_or_text(value: Any) -> float | str | None:

@@ -402,7 +402,7 @@ class ScoreColumn:
     def _expected(self) -> str:
         """What the function may return for one completion, for messages."""
         terms = ["a finite number"]
-        if self.function.per_completion:
+        if self.function.follows_verl:
             terms.append("a dict with one as `score`")
         if self.batch.has_turns:
             terms.append("one for each turn")

@@ -963,3 +963,29 @@ def test_an_answer_without_a_score_is_said_in_words(totals, text):
     for kind, total in zip(("right", "wrong"), totals, strict=True):
         rows[kind] = {"total": total}
     assert Probe("", rows, {}).describe() == text
+
+
+def test_a_reward_of_form_alone_is_not_said_to_score_all_texts_the_same(workshop):
+    """Without right answers a reward for small letters that names the topic scored an empty answer
+    as it scored the only other text that was tried."""
+
+    def judge(completions, prompts, **kwargs):
+        scores = []
+        for completion, prompt in zip(completions, prompts, strict=True):
+            topic = prompt[-1]["content"].split()[2].lower()
+            scores.append(
+                float(completion[0]["content"].islower() and topic in completion[0]["content"])
+            )
+        return scores
+
+    config, _ = compose("train", ["reward.workers=0"])
+    tokenizer = Tokenizer.load(workshop.model)
+    prompt = [{"role": "user", "content": "Describe a lamp in one sentence."}]
+    first = TokenizedExample(Example(0, prompt, {}), tokenizer.encode_prompt(prompt))
+
+    def levels(function) -> list[str]:
+        with RewardPool(name_functions([function], ()), config.reward) as pool:
+            return [one.level for one in check_first_prompts(config, tokenizer, {"": first}, pool)]
+
+    assert levels(judge) == ["ok"]
+    assert levels(lambda completions, **kwargs: [0.5] * len(completions)) == ["ok", "warning"]

@@ -218,7 +218,9 @@ def test_another_chat_template_of_processing_class_is_the_one_that_prompts_get(t
     keywords = {"model": str(tmp_path), "processing_class": tokenizer}
     assert "model.template" not in without_objects(keywords)
     tokenizer.chat_template = "### {{ messages }}"
-    assert without_objects(keywords)["model.template"] == "### {{ messages }}"
+    taken = without_objects(keywords)
+    assert taken["model.template"] == "### {{ messages }}"
+    assert "processing_class" not in taken  # so it is not said to change nothing
     for name in ("model.template", "model.tokenizer"):
         assert without_objects(keywords | {name: "x"}).get("model.template") in (None, "x")
     assert "model.template" not in without_objects(keywords | {"model": "me/on-the-hub"})
@@ -234,8 +236,8 @@ def test_args_without_a_seed_have_that_of_trl():
 def test_objects_that_are_not_used_are_named_by_their_classes():
     _, resolved = resolved_of(processing_class=object(), callbacks=None, optimizers=(None,))
     assert resolved.start_lines == [
-        "processing_class=[object] changes nothing here: the tokenizer is the model's, but for "
-        "another chat template; model.tokenizer=FOLDER names another"
+        "processing_class=[object] changes nothing here: the tokenizer is the model's, and "
+        "model.tokenizer=FOLDER names another; a chat template of its own would be model.template"
     ]
     with pytest.raises(shoal.ShoalError, match=r"callbacks=\[Kind\] is not .*in Python shoal"):
         resolved_of(callbacks=[Kind.LORA.__class__])

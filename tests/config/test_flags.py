@@ -1092,3 +1092,36 @@ def test_each_recipe_and_algorithm_composes_and_says_what_it_sets(word):
     assert config != Config() and resolved.notes[0].startswith(
         f"{word} differs from Shoal's defaults in: "
     )
+
+
+def test_values_of_trls_lists_follow_their_flag():
+    """As the parser of transformers takes them; the second value was read as a name of a key."""
+    words = ["recipe=trl", "dataset_name=a.jsonl", "reward_funcs=f.py:g", "--use_peft"]
+    words += ["--lora_target_modules", "q_proj", "o_proj", "--report_to", "tensorboard", "wandb"]
+    words += ["--include_for_metrics", "inputs", "loss", "--learning_rate", "1e-5"]
+    config, _ = compose("train", words)
+    assert config.model.lora.targets == ("q_proj", "o_proj")
+    assert config.report.tensorboard and config.report.wandb.mode == "auto"
+    assert config.optimizer.lr == 1e-5
+
+
+def test_a_switch_of_trl_is_turned_off_by_no():
+    for word in ("--no_shuffle_dataset", "--no-shuffle-dataset"):
+        config, _ = compose("train", [word, "--no_remove_unused_columns"])
+        assert config.train.shuffle is False
+    with pytest.raises(ShoalError, match="no_such_flag: there is no such key"):
+        compose("train", ["--no_such_flag"])
+
+
+def test_generation_kwargs_may_be_a_json_object():
+    words = ["--generation_kwargs", '{"stop_strings": ["."], "top_k": 7}']
+    config, _ = compose("train", words)
+    assert config.sampling.stop == (".",) and config.sampling.top_k == 7
+    with pytest.raises(ShoalError, match=r"generation_kwargs\.penalty=2 is not supported"):
+        compose("train", ["--generation_kwargs", '{"penalty": 2, "top_k": 7}'])
+
+
+def test_a_word_of_a_message_is_no_key():
+    with pytest.raises(ShoalError) as error:
+        compose("train", ["eval_strategy=never", "--max_steps=3"])
+    assert "max_steps" not in str(error.value)

@@ -665,6 +665,10 @@ def test_a_run_whose_checkpoints_were_deleted_is_not_written_over(workshop, stop
         cli.main(["train", f"resume={done}"]) == 0
         and "has made its 2 steps" in capsys.readouterr().out
     )
+    assert cli.main(["train", f"resume={done}", "optimizer.lr=0.5"]) == 0
+    said = capsys.readouterr().out
+    assert "optimizer.lr stays 0.01: the run has made all its steps, so 0.5 has no effect" in said
+    assert "changes from" not in said
 
 
 @pytest.mark.slow

@@ -245,11 +245,29 @@ def known_answers(example: Example) -> dict[tuple[str, str], str]:
     return known
 
 
+def texts_without_gold(example: Example) -> dict[tuple[str, str], str]:
+    """Returns texts to try on an example without a right answer, which differ in length, in letters
+    and in what they name: ("", name) -> text. The text of `empty` is ''."""
+    question = example.prompt
+    if not isinstance(question, str):
+        contents = [message.get("content") for message in question]
+        question = next((text for text in reversed(contents) if isinstance(text, str)), "")
+    return {
+        ("", "empty"): "",
+        ("", "some text"): "The answer is 42.",
+        ("", "one word"): "yes",
+        ("", "prompt in small letters"): question.lower(),
+        ("", "long text"): "First I read what is asked, and then I answer it. " * 12,
+    }
+
+
 def answer_name(form: str, kind: str) -> str:
     """Returns what a known answer is called in messages, like `right answer written as ####`.
-    `form`: '' if the answer has no form; `kind`: one of KINDS, or `some text`, which stays as it
-    is."""
-    what = {"many at once": "many answers at once", "some text": kind}.get(kind, f"{kind} answer")
+    `form`: '' if the answer has no form; `kind`: one of KINDS, or a name of `texts_without_gold`,
+    which stays as it is."""
+    what = f"{kind} answer" if kind in KINDS else kind
+    if kind == "many at once":
+        what = "many answers at once"
     if form and kind != "empty":
         return f"{what} written as {form}"
     return what
@@ -266,9 +284,9 @@ def probe(
 ) -> Probe:
     """Scores the known answers of the first NUM_EXAMPLES examples, as a model would write them, and
     returns their mean scores, in the form of FORMS that suits the reward best. If the data has no
-    right answer for one of the examples, only an empty answer and some text are tried, on the first
-    example. If a function exceeds its time limit, the result has `stopped`: the means of answers
-    that were not tried are NaN, and `lost` is ''.
+    right answer for one of the examples, some texts are tried on the first (`texts_without_gold`).
+    If a function exceeds its time limit, the result has `stopped`: the means of answers that were
+    not tried are NaN, and `lost` is ''.
 
     ShoalError if a function breaks the convention, or if it fails and `on_error` (None:
     `reward.on_error`) is `error`. The pool must have no other request."""
@@ -277,7 +295,7 @@ def probe(
     have_gold = bool(known) and all(known)
     if not have_gold:
         examples = examples[:1]
-        known = [{("", "empty"): "", ("", "some text"): "The answer is 42."}]
+        known = [texts_without_gold(examples[0])]
     keys = list(known[0])  # (form, kind)
     texts = []
     ids = []
@@ -554,9 +572,10 @@ def _check_prompt(
         pool, [prompt.example], model_text_maker(tokenizer, prompt_ids_of), on_error="skip"
     )
     if tried.useless and config.reward.on_error == "error":
+        of_what = "right answer" if tried.form else "answer"
         raise ShoalError(
-            f"{of_source}{tried.useless[0]}. The function gave no right answer a score. Fix it "
-            "before the run."
+            f"{of_source}{tried.useless[0]}. The function gave no {of_what} a score. Fix it before "
+            "the run."
         )
     a = config.algorithm
     if a.dynamic_sampling and not tried.failures:

@@ -887,6 +887,7 @@ FLAGS: list[Flag] = [
             meaning="counts only with use_peft=true",
             group=read_lora,
             is_switch=name == "use_rslora",
+            takes_several=name == "lora_target_modules",
             is_quiet=False,
         )
         for name, key in (
@@ -910,6 +911,7 @@ FLAGS: list[Flag] = [
             ("model.lora.rank",),
             meaning=f"an error if it is switched on with use_peft=true: {reason}",
             group=read_lora,
+            takes_several=name == "lora_modules_to_save",
         )
         for name, reason in _NOT_PLAIN.items()
     ],
@@ -1016,8 +1018,8 @@ FLAGS: list[Flag] = [
         "optimizers",
     ),
     *idle(
-        "the tokenizer is the model's, but for another chat template; model.tokenizer=FOLDER names "
-        "another",
+        "the tokenizer is the model's, and model.tokenizer=FOLDER names another; a chat template "
+        "of its own would be model.template",
         "processing_class",
         is_quiet=False,
     ),
@@ -1056,6 +1058,7 @@ FLAGS: list[Flag] = [
         read_trackers,
         "wandb, tensorboard, mlflow, trackio, all or none; others change nothing",
         keeps_nothing=True,
+        takes_several=True,
     ),
     *derived(
         rules.trl_resume,
@@ -1181,9 +1184,13 @@ FLAGS: list[Flag] = [
         "an evaluation answers the questions of task.eval_split",
         """
           prediction_loss_only eval_do_concat_batches eval_use_gather_object
-          eval_accumulation_steps include_for_metrics batch_eval_metrics label_names
-          length_column_name
+          eval_accumulation_steps batch_eval_metrics length_column_name
           """,
+    ),
+    *idle(
+        "an evaluation answers the questions of task.eval_split",
+        "include_for_metrics label_names",
+        takes_several=True,
     ),
     *idle("the first interval between evaluations is as long as the others", "eval_delay"),
     *idle(

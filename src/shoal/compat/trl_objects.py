@@ -58,6 +58,7 @@ def without_objects(keywords: Mapping[str, Any], config_type: type = Config) -> 
     template = _own_template(remaining)
     if template:
         remaining["model.template"] = template
+        del remaining["processing_class"]  # it would be said to change nothing
     for name in BY_CLASS:
         if name not in remaining:
             continue

@@ -9,6 +9,7 @@ Values stay texts here; the key's type decides later what they become: `run_name
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,6 +159,7 @@ def read_arguments(command: str | type, argv: Sequence[str]) -> Arguments:
     config_type = dataclass_of(command)
     config_name, preset, arguments = _take_options(join_values(config_type, argv))
     arguments = _name_positionals(config_type, arguments)
+    arguments = [part for each in arguments for part in _entries_of_object(config_type, each)]
     settings: list[Setting] = []
     unknown: list[str] = []
     among = []  # all names on the line: together they show which system's flags these are
@@ -190,6 +192,7 @@ def join_values(config_type: type, arguments: Sequence[str]) -> list[str]:
 
         --name VALUE           becomes `--name=VALUE`
         --name VALUE VALUE     becomes `--name=["VALUE","VALUE"]` if the key is a list
+        --no_name              becomes `--name=false` if `name` is another system's switch
 
     An option without a value after it stays `--name`. For a command in POSITIONALS a switch takes
     only `true` or `false` as its value, and a list takes only one value, because what follows may
@@ -203,7 +206,7 @@ def join_values(config_type: type, arguments: Sequence[str]) -> list[str]:
     joined = []
     has_positionals = command_of(config_type) in POSITIONALS
     while rest:
-        argument = rest.pop(0)
+        argument = _without_no(config_type, rest.pop(0))
         key = key_of(config_type, _option_name(argument))
         flag = front_end().find_flag(config_type, _option_name(argument))
         values: list[str] = []  # the arguments after an option that are its values
@@ -212,8 +215,9 @@ def join_values(config_type: type, arguments: Sequence[str]) -> list[str]:
             takes_text = key is not None and key.type in (str, tuple[str, ...])
             if not values and rest and takes_text and _is_text_with_equals(config_type, rest[0]):
                 values = rest[:1]
-        takes_several = key is not None and key.is_list and not has_positionals
-        if not takes_several:
+        is_list = key is not None and key.is_list
+        takes_several = is_list or (flag is not None and flag.takes_several)
+        if has_positionals or not takes_several:
             del values[1:]
         if values and has_positionals and _is_switch(key, flag):
             # Any other argument after a switch is a positional argument of the command.
@@ -228,9 +232,51 @@ def join_values(config_type: type, arguments: Sequence[str]) -> list[str]:
                     items += split_list(key, value)
                 if items:  # none if all values are empty texts
                     text = _list_text(items)
+            elif len(values) > 1:
+                text = _list_text(values)
             argument = f"{argument}={text}"
         joined.append(argument)
     return joined
+
+
+def _without_no(config_type: type, argument: str) -> str:
+    """Returns `--name=false` for `--no_name` or `--no-name` if `name` is another system's flag that
+    may stand without a value, as parsers of transformers name a switch that is on by default; any
+    other argument unchanged."""
+    name = _option_name(argument)
+    if not argument.startswith("--") or not name.startswith("no_"):
+        return argument
+    find_flag = front_end().find_flag
+    positive = name.removeprefix("no_")
+    is_known = key_of(config_type, name) is not None or find_flag(config_type, name) is not None
+    flag = find_flag(config_type, positive)
+    if is_known or flag is None or not flag.may_stand_bare:
+        return argument
+    return f"--{positive}=false"
+
+
+def _entries_of_object(config_type: type, argument: str) -> list[str]:
+    """Returns `name.entry=VALUE` for each entry of the JSON object in `name={"entry": VALUE}`, if
+    one of these names is another system's flag; any other argument alone, unchanged.
+
+    >>> _entries_of_object(Config, 'generation_kwargs={"top_k": 5, "stop_strings": ["."]}')
+    ['generation_kwargs.top_k=5', 'generation_kwargs.stop_strings=["."]']
+    """
+    name, _, text = argument.partition("=")
+    if not text.startswith("{"):
+        return [argument]
+    try:
+        entries = json.loads(text)
+    except ValueError:
+        return [argument]
+    base = _option_name(name)
+    if not any(front_end().find_flag(config_type, f"{base}.{entry}") for entry in entries):
+        return [argument]
+    arguments = []
+    for entry, value in entries.items():
+        value_text = value if isinstance(value, str) else json.dumps(value)
+        arguments.append(f"{name}.{entry}={value_text}")
+    return arguments
 
 
 def _is_switch(key: Key | None, flag: Flag | None) -> bool:

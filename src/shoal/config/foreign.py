@@ -92,6 +92,7 @@ class Flag:
     is_mapping: bool = False  # True if its entries may be given one by one, as `name.entry=value`
     item: Callable[[str], str] | None = None  # for a renamed list: converts each item
     is_switch: bool = False  # True if `--name` without a value means true
+    takes_several: bool = False  # True if all values behind `--name` are its own
     is_quiet: bool = True  # True if the start of a run shows no line about the flag
     has_tail: bool = True  # True if the line about the flag ends with `meaning`
     keeps_nothing: bool = False  # True if `none` is a value, instead of leaving the default

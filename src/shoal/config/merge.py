@@ -545,8 +545,10 @@ def with_origins(message: str, origins: Mapping[str, str]) -> str:
     for key, origin in origins.items():
         if origin in (COMMAND_LINE, PYTHON, STORED):
             continue
-        # The whole dotted name, not a part of a longer one; a full stop may follow it.
-        if re.search(rf"(?<![\w.-]){re.escape(key)}(?![\w-]|\.\w)", message):
+        # The whole dotted name, not a part of a longer one; a full stop may follow it. A name
+        # without a dot may be any word, like `steps`: it is the key if `=` follows.
+        end = r"(?![\w-]|\.\w)" if "." in key else "="
+        if re.search(rf"(?<![\w.-]){re.escape(key)}{end}", message):
             mentioned.append(f"{key}: {origin_text(origin)}")
     if not mentioned:
         return message

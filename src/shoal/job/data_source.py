@@ -17,6 +17,7 @@ import numpy as np
 from shoal.chat.dialogue import ASSISTANT, Stream
 from shoal.chat.tokenizer import Tokenizer
 from shoal.checks.inputs import EXPECTED_COLUMNS, answer_to_learn, dialogue_messages, streams
+from shoal.config.sections.task import TaskSection
 from shoal.config.train import Config
 from shoal.protocols import GroupRequest, RolloutSource
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
@@ -49,8 +50,12 @@ def for_training(task: Task, config: Config) -> Task:
     if config.evaluate_every < 0:
         changed = replace(task, evaluations={}, unused_evaluations=task.evaluations)
     elif not (task.evaluations or config.task.hold_out):
+        split = config.task.eval_split
+        missing = ""
+        if config.task.path and split != TaskSection.eval_split:
+            missing = f"task.eval_split={split}: there is no such split at {config.task.path}; "
         raise ShoalError(
-            f"task.hold_out=false leaves no rows to evaluate on, and "
+            f"{missing}task.hold_out=false leaves no rows to evaluate on, and "
             f"train.evaluate_every={config.evaluate_every} asks for evaluations: give rows for "
             "them (in Python held_out= or eval_dataset=, else task.eval_split=FILE), hold out a "
             "tenth by task.hold_out=true, or leave evaluations out by train.evaluate_every=-1",

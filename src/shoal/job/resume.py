@@ -220,10 +220,18 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
                 f"the run {address(run)} was started with {before}; given now: {now}. Choose "
                 f"another run_name, {cure}"
             )
+    summary = read_summary(run)
+    is_at_end = summary is not None and summary.is_end_for(config.steps, config.resume)
     for setting in changed:
         before, now = setting.values
         before = shown(before) or "''"
         now = shown(now) or "''"
+        if is_at_end:
+            report.warning(
+                f"{setting.key} stays {before}: the run has made all its steps, so {now} has no "
+                "effect"
+            )
+            continue
         if _only_moves_devices(stored, config, setting.key):
             effect = "numbers may differ in their last bits"
         else:

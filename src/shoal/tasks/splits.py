@@ -81,18 +81,25 @@ class Splits:
         return self.train if self.shared else self.train + self.held_out
 
     def divide(
-        self, source: str, num_questions: int, spread: bool = False, hold_out: bool = True
+        self,
+        source: str,
+        num_questions: int,
+        spread: bool = False,
+        hold_out: bool = True,
+        split: str = TaskSection.eval_split,
     ) -> None:
         """Moves a tenth of `train` to `held_out`; called if the data has no split to evaluate on.
         Moves the last rows, at least one and at most `num_questions` (0: no limit), or with
         `spread` every tenth row, without a limit. Moves none if `hold_out` is False. Inside
         `evaluating()` moves all rows. Changes the report of files and adds a note. `source` names
-        the data, for messages. ShoalError if there is only one row to divide, except inside
-        `evaluating()`."""
+        the data and `split` the split that it lacks, for messages. ShoalError if there is only one
+        row to divide, except inside `evaluating()`."""
         rows = self.train
         total = len(rows)
         files = self.data.train_files
         begin = f"{self.task}: {source} has no other split to evaluate on; "
+        if split != TaskSection.eval_split:
+            begin = f"{self.task}: {source} has no split {split!r} to evaluate on; "
         if not (hold_out or is_evaluating()):
             self.notes.append(f"{begin}none of its {total} rows is held out (task.hold_out=false)")
             return
@@ -303,7 +310,9 @@ def read_splits(
     elif task.eval_split == task.split or eval_paths:
         splits.share(f"task.eval_split={task.eval_split}", task.num_eval_questions)
     else:
-        splits.divide(train[0].name, task.num_eval_questions, spread, task.hold_out)
+        splits.divide(
+            train[0].name, task.num_eval_questions, spread, task.hold_out, task.eval_split
+        )
     return splits
 
 

@@ -36,6 +36,7 @@ from shoal.records import Completion, Group, HostLost, HostRefused, Params, Purp
 from shoal.report.timeline import Timeline
 from shoal.rollout.host_health import HostHealth, versions_fault, wrong_answer
 from shoal.rollout.ledger import (
+    UNSAMPLED,
     GroupRewards,
     GroupState,
     Ledger,
@@ -382,8 +383,7 @@ class Fleet:
                     self._ledger_lock.wait(WAIT_SECONDS)
             else:
                 # Once all is sampled, only rewards are waited for, and those may hang.
-                unsampled = (GroupState.WAITING, GroupState.RUNNING)
-                all_sampled = all(entry.state not in unsampled for entry in entries)
+                all_sampled = all(entry.state not in UNSAMPLED for entry in entries)
                 self._run_round(self.stop.raising_at_once, wait=all_sampled)
 
     def _report_long_wait(self, entries: Sequence[PendingGroup], began: float) -> None:
@@ -586,11 +586,10 @@ class Fleet:
             waiting = [entry for entry in waiting if self.turn_driver.is_ready(entry)]
         if not waiting:
             return
-        unsampled = (GroupState.WAITING, GroupState.RUNNING)
         purposes = {
             entry.request.purpose
             for entry in self.ledger.entries.values()
-            if entry.state in unsampled
+            if entry.state in UNSAMPLED
         }
         # Groups of training and others both need a host, so they share each host.
         is_shared = Purpose.TRAIN in purposes and len(purposes) > 1

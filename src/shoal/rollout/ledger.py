@@ -13,7 +13,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -36,6 +36,9 @@ class GroupState(enum.StrEnum):
     REWARDED = "rewarded"  # its rewards have arrived
     HANDED_OVER = "handed over"
 
+
+UNSAMPLED = frozenset({GroupState.WAITING, GroupState.RUNNING})
+"""States of groups whose completions have not all arrived."""
 
 TRANSITIONS: dict[GroupState, frozenset[GroupState]] = {
     # An answer may come while the group waits again, if its host was given up too early.
@@ -136,7 +139,7 @@ class Ledger:
         it was handed over since, and counts a duplicate; None without counting if no request ever
         had this id."""
         entry = self.entries.get(id)
-        if entry is None or entry.state not in (GroupState.WAITING, GroupState.RUNNING):
+        if entry is None or entry.state not in UNSAMPLED:
             if id < self.next_id:
                 self.duplicates += 1
             return None
@@ -347,17 +350,18 @@ class GroupRewards:
             texts.append(self.decode(completion.token_ids.tolist()))
             sampled_ids.append(completion.token_ids[completion.loss_mask].tolist())
         entry.texts = texts
-        turns: dict[str, Any] = {}
+        # Of the one group, if its rollouts have turns.
+        messages = []
+        environments = []
+        num_turns = []
         if entry.rollouts:
-            messages = [rollout.messages for rollout in entry.rollouts]
-            # all rollouts of a group have messages, or none has
-            turns["messages"] = [messages] if messages[0] else ()
-            environments = []
-            for rollout in entry.rollouts:
-                if rollout.environment:
-                    environments.append(rollout.environment)
-            turns["environments"] = [environments]
-            turns["num_turns"] = [[len(completion.turns) for completion in entry.completions]]
+            # All rollouts of a group have messages, or none has.
+            if entry.rollouts[0].messages:
+                messages.append([rollout.messages for rollout in entry.rollouts])
+            environments.append(
+                [rollout.environment for rollout in entry.rollouts if rollout.environment]
+            )
+            num_turns.append([len(completion.turns) for completion in entry.completions])
         self.pool.submit(
             entry.id,
             [entry.request.example],
@@ -365,7 +369,9 @@ class GroupRewards:
             [sampled_ids],
             entry.request.step,
             purpose=entry.request.purpose,
-            **turns,
+            messages=messages,
+            environments=environments,
+            num_turns=num_turns,
         )
 
     def enter(self, scored: Sequence[tuple[Hashable, Scores]], ledger: Ledger) -> None:

@@ -33,7 +33,6 @@ from shoal.text import failed_call
 
 if TYPE_CHECKING:
     from shoal.chat.tokenizer import Tokenizer
-    from shoal.chat.tool_calls import ToolCall
     from shoal.chat.turns import TurnFormat
     from shoal.workers.environments import EnvironmentKind
     from shoal.workers.sessions import Reply, Sessions

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from shoal.config.commands import command_of
 from shoal.config.key import keys_of
@@ -186,11 +186,16 @@ class FrontEnd(Protocol):
         ...
 
 
-_READ: ContextVar[list[tuple[Callable[[GetValue], Any], Mapping[str, Any], Any]] | None] = (
-    ContextVar("read", default=None)
-)
-"""Inside of `data_read_once`: what was read, each as (function, the values of the keys that it
-asked for, its result)."""
+class Reading(NamedTuple):
+    """What a function has read, and from which values of keys."""
+
+    read: Callable[[GetValue], Any]
+    values: Mapping[str, Any]  # of the keys that it asked for
+    result: Any
+
+
+_READINGS: ContextVar[list[Reading] | None] = ContextVar("readings", default=None)
+"""What was read inside of `data_read_once`; None outside."""
 
 
 @contextmanager
@@ -198,25 +203,27 @@ def data_read_once() -> Iterator[None]:
     """Context manager, also a decorator, for one command, in which `read_once` reads the same data
     once: a command merges its settings several times, and several flags need the rows. It has no
     effect inside of another one."""
-    if _READ.get() is not None:
+    if _READINGS.get() is not None:
         yield
         return
-    token = _READ.set([])
+    token = _READINGS.set([])
     try:
         yield
     finally:
-        _READ.reset(token)
+        _READINGS.reset(token)
 
 
 def read_once(read: Callable[[GetValue], T], get: GetValue) -> T:
     """Returns `read(get)`; inside of `data_read_once` what the function returned before, if all
     keys that it asked for have the same values now."""
-    known = _READ.get()
-    if known is None:
+    readings = _READINGS.get()
+    if readings is None:
         return read(get)
-    for function, values, result in known:
-        if function is read and all(get(key) == value for key, value in values.items()):
-            return result
+    for earlier in readings:
+        if earlier.read is not read:
+            continue
+        if all(get(key) == value for key, value in earlier.values.items()):
+            return earlier.result
     values_asked: dict[str, Any] = {}
 
     def noting_get(key: str) -> Any:
@@ -224,7 +231,7 @@ def read_once(read: Callable[[GetValue], T], get: GetValue) -> T:
         return values_asked[key]
 
     result = read(noting_get)
-    known.append((read, values_asked, result))
+    readings.append(Reading(read, values_asked, result))
     return result
 
 

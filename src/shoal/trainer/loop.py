@@ -216,7 +216,8 @@ class Run:
         self.check_frozen(state)
         best = None
         if self.config.checkpoint.keep_best:
-            best = next(reversed(self.checkpoints.ranked(self.recorder.scores())), None)
+            ranked = self.checkpoints.ranked(self.recorder.scores())  # the best last
+            best = ranked[-1] if ranked else None
         return self.recorder.finish(last, best)
 
     def begin(self) -> tuple[TrainState, int]:

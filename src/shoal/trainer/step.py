@@ -323,13 +323,13 @@ def _optimizer_programs(
     role: Role,
     section: OptimizerSection,
     num_updates: int,
-    scaled: bool,
+    has_loss_scale: bool,
     seed: int,
 ) -> tuple[optax.GradientTransformation, TrainState, Callable, Callable]:
     """Returns the optimizer, the layout (shardings) of the train state, and two programs: init and
-    apply. `scaled` means that there is a loss scale. `num_updates` is where the learning rate's
-    decay ends; `seed` is for random rounding. init is (trainable parameters) -> optimizer state;
-    apply is `_apply` without its first four arguments (optimizer, rate, by_layer, offloads)."""
+    apply. `num_updates` is where the learning rate's decay ends; `seed` is for random rounding.
+    init is (trainable parameters) -> optimizer state; apply is `_apply` without its first four
+    arguments (optimizer, rate, by_layer, offloads)."""
     # The schedule counts updates applied, not steps: with several mini-batches a step moves it
     # several times.
     rate = learning_rate(section, num_updates)
@@ -347,7 +347,7 @@ def _optimizer_programs(
     optimizer_layout = state_shardings(
         optimizer, _gradient_shapes(a), trained, replicated, section.offload
     )
-    scale_layout = LossScale(replicated, replicated) if scaled else None
+    scale_layout = LossScale(replicated, replicated) if has_loss_scale else None
     layout = TrainState(trained, optimizer_layout, replicated, scale_layout)
     memory_kinds = {sharding.memory_kind for sharding in jax.tree.leaves(optimizer_layout)}
     offloads = PINNED_HOST in memory_kinds

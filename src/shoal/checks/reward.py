@@ -542,54 +542,39 @@ def check_first_prompts(
     """
     if not config.algorithm.uses_rewards:
         return []
-    findings = []
+    findings: list[Finding] = []
     for source, prompt in prompts.items():
-        of_source = f"{DATA_SOURCE} {source}: " if len(prompts) > 1 else ""
-        found, is_stopped = _check_prompt(config, tokenizer, prompt, pool, has_calls, of_source)
-        for finding in found:
-            findings.append(replace(finding, text=of_source + finding.text))
-        if is_stopped:
+        where = f"{DATA_SOURCE} {source}: " if len(prompts) > 1 else ""
+        to_model_text = model_text_maker(tokenizer, lambda _, prompt=prompt: prompt.prompt_ids)
+        tried = probe(pool, [prompt.example], to_model_text, on_error="skip")
+        findings += _findings_of_prompt(config, tried, where, has_calls)
+        if tried.stopped:  # the function would take as long for the other prompts
             break
     return findings
 
 
-def _check_prompt(
-    config: Config,
-    tokenizer: Tokenizer,
-    prompt: TokenizedExample,
-    pool: RewardPool,
-    has_calls: bool,
-    of_source: str,
-) -> tuple[list[Finding], bool]:
-    """Tries the reward on known answers to one prompt. Returns the findings, and whether a function
-    exceeded its time limit. `of_source` begins the text of an error; the rest is as in
-    `check_first_prompts`."""
-
-    def prompt_ids_of(_: Example) -> np.ndarray:
-        return prompt.prompt_ids
-
-    tried = probe(
-        pool, [prompt.example], model_text_maker(tokenizer, prompt_ids_of), on_error="skip"
-    )
+def _findings_of_prompt(config: Config, tried: Probe, where: str, has_calls: bool) -> list[Finding]:
+    """Returns what `check_first_prompts` finds about one prompt, from the scores of its known
+    answers. Each text, also that of an error, begins with `where`."""
     if tried.useless and config.reward.on_error == "error":
         of_what = "right answer" if tried.form else "answer"
         raise ShoalError(
-            f"{of_source}{tried.useless[0]}. The function gave no {of_what} a score. Fix it before "
-            "the run."
+            f"{where}{tried.useless[0]}. The function gave no {of_what} a score. Fix it before the "
+            "run."
         )
     a = config.algorithm
     if a.dynamic_sampling and not tried.failures:
         check_logged(a.dynamic_sampling_by, tried.logged)
     findings = []
     if tried.failures:
-        text = tried.failures[0]
+        text = f"{where}{tried.failures[0]}"
         if tried.stopped:
             text += ". No more answers were tried"
         findings.append(Finding("reward", "warning", text, _KEY))
     if tried.stopped:
-        return findings, True
-    findings.append(Finding("reward", "ok", tried.describe()))
+        return findings
+    findings.append(Finding("reward", "ok", where + tried.describe()))
     for finding in reward_findings(replace(tried, failures=()), has_calls):
         if finding.level != "ok":
-            findings.append(finding)
-    return findings, False
+            findings.append(replace(finding, text=where + finding.text))
+    return findings

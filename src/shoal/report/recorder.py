@@ -29,6 +29,7 @@ from shoal.runs.reward_changes import RewardChanges, rewards_differ
 from shoal.runs.summary import (
     account_text,
     curve_text,
+    main_figure,
     summary_facts,
     version_text,
 )
@@ -403,7 +404,7 @@ class Recorder:
         scored: dict[int, tuple[float, int]] = {}  # version -> (score, number of questions)
         for version, figures in self.evaluations.items():
             main = next(iter(figures.values()), {})
-            name = "accuracy" if "accuracy" in main else "mean_reward"
+            name = main_figure(main)
             score = main.get(name)
             is_comparable = self.reward_changes.is_comparable(version, name, main)
             if score is not None and is_comparable:

@@ -206,7 +206,7 @@ def summary_rows(
     for subset in dict.fromkeys([*before, *after]):
         old, new = before.get(subset, {}), after.get(subset, {})
         about = new or old  # what says how the answers were measured
-        main = "accuracy" if "accuracy" in about else "mean_reward"
+        main = main_figure(about)
         for name in _shown({**old, **new}):
             if name in _NOT_IN_SUMMARY or name.startswith("rewards/"):
                 continue
@@ -262,6 +262,12 @@ def _change(name: str, old: Any, new: Any) -> str:
     return sign + number_text(difference)
 
 
+def main_figure(figures: Mapping[str, Any]) -> str:
+    """Returns the name of the figure by which evaluations on a data set are compared: `accuracy`
+    if there is one, else `mean_reward`."""
+    return "accuracy" if "accuracy" in figures else "mean_reward"
+
+
 def curve_text(
     evaluations: Mapping[int, Mapping[str, Mapping[str, Any]]],
     changes: RewardChanges = NO_CHANGES,
@@ -279,7 +285,7 @@ def curve_text(
     for version, sets in sorted(evaluations.items()):
         if sets:
             main_set, figures = next(iter(sets.items()))
-            name = "accuracy" if "accuracy" in figures else "mean_reward"
+            name = main_figure(figures)
             if changes.is_comparable(version, name, figures):
                 points.append((version, main_set, figures))
     if len(points) < 3:  # the table of before and after says the same
@@ -287,7 +293,7 @@ def curve_text(
     # The evaluations before and after training may have more questions than those between.
     _, _, second = points[1]
     _, main_set, last = points[-1]
-    name = "accuracy" if "accuracy" in last else "mean_reward"
+    name = main_figure(last)
     asked_between = second.get("num_questions")
     asked_last = last.get("num_questions")
     note = ""

@@ -203,10 +203,9 @@ def test_flags_beside_resume_are_judged_by_the_run(calls, capsys, run, command):
     assert cli.main(words) == 0
     assert calls[0][1][0].sampling.max_completion_tokens == 50
     said = capsys.readouterr().out
-    assert (
-        said.startswith("max_target_length=150 became sampling.max_completion_tokens=50")
-        and "preset" not in said
-    )
+    title, line, *_ = said.splitlines()
+    assert title == "flags of other systems:" and "preset" not in said
+    assert line.startswith("  max_target_length=150 became sampling.max_completion_tokens=50")
     # the run refuses the task
     assert cli.main([*words, "--dry-run"]) == (2 if command == "train" else 0)
     assert ("task.name was 'words' and cannot become 'gsm8k'" in capsys.readouterr().err) == (

@@ -147,7 +147,7 @@ def test_the_token_is_kept_out_of_arguments_files_and_processes(tmp_path, monkey
         monkeypatch.delenv("HF_TOKEN", raising=False)
         found = give()
         assert TOKEN not in repr(found) and os.environ["HF_TOKEN"] == TOKEN
-        assert any("HF_TOKEN of this process" in note for note in found[1].notes)
+        assert any("HF_TOKEN of this process" in note for note in found[1].start_lines)
     monkeypatch.setattr(sys, "argv", ["shoal", "train", "--dry-run", f"hf_access_token={TOKEN}"])
     monkeypatch.setattr(sys, "orig_argv", ["python", *sys.argv])
     assert cli.program() == 0

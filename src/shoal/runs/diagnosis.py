@@ -231,7 +231,8 @@ ROWS = (
         "groups/unscorable",
         ">",
         0,
-        "some groups have fewer than two scorable completions (metric groups/unscorable)",
+        "{value:.0f} of a step's groups have fewer than two completions with a score, so nothing "
+        "is learned from them (metric groups/unscorable)",
         key="reward.functions",
     ),
     Row(

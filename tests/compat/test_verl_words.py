@@ -862,3 +862,19 @@ def test_parts_of_gdpo_that_one_function_returns_are_refused():
     assert config.algorithm.advantage == "gdpo"
     separate = "reward=r.py:digits,r.py:letters"
     compose("train", [*words, separate, "algorithm.gdpo_reward_keys=[digits,letters]"])
+
+
+def test_an_epoch_of_steps_without_prompts_is_one_error(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    words = [f"data.train_files={tmp_path}/rows.jsonl", "reward=r.py:f", "task.hold_out=false"]
+    with pytest.raises(ShoalError, match=r"batch\.prompts_per_step=0: the steps of an epoch"):
+        compose("train", [*words, "data.train_batch_size=0", "trainer.total_epochs=1"])
+
+
+def test_a_value_is_traced_to_the_flag_that_set_it(tmp_path):
+    """val_before_train may change how often is evaluated, but test_freq of the file has set it."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("trainer:\n  test_freq: 3\n")
+    _, resolved = compose("train", [str(mine), "trainer.val_before_train=False"])
+    assert resolved.origins["train.evaluate_every"].startswith("mine.yaml:2")
+    assert resolved.origins["train.evaluate_first"] == "--trainer.val_before_train"

@@ -515,7 +515,11 @@ class Draft:
                 value = Yielding(NO_VALUE, to_all=True)
             elif owner.flag.low_priority:
                 value = Yielding(NO_VALUE)
-            self._add_setting(effect, owner, key, value)
+            # A flag in a higher layer may only change the value that another, whose own key this
+            # is, has set.
+            naming_first = [use for use in uses if use.flag.keys[:1] == (key,)]
+            source = _owner(naming_first, key) if naming_first else owner
+            self._add_setting(effect, owner, key, value, source.setting.origin)
         return effect
 
     def _layers_that_set(self, use: FlagUse) -> set[int]:
@@ -543,12 +547,14 @@ class Draft:
         meaning = loud[0].flag.meaning if loud else ""
         return self.add_effect(uses, meaning, has_line=bool(loud) or not has_keys)
 
-    def _add_setting(self, effect: Effect, use: FlagUse, key: str, value: Any) -> None:
-        """Adds to an effect a setting that sets a key, in the place of a flag. A value in a
-        Yielding makes the setting yield, with `to_all` in the lowest layer, with `to_users` above
-        the presets that set the key. If the command does not
-        have the key, the setting sets the key INSTEAD of it; without such a key nothing is
-        added."""
+    def _add_setting(
+        self, effect: Effect, use: FlagUse, key: str, value: Any, origin: str = ""
+    ) -> None:
+        """Adds to an effect a setting that sets a key, in the place of a flag, with the origin
+        `origin` (empty: that of the flag). A value in a Yielding makes the setting yield, with
+        `to_all` in the lowest layer, with `to_users` above the presets that set the key. If the
+        command does not have the key, the setting sets the key INSTEAD of it; without such a key
+        nothing is added."""
         keys = keys_of(self.config_type)
         own_key = key if key in keys else INSTEAD.get(key, "")
         if own_key not in keys:
@@ -567,7 +573,7 @@ class Draft:
         setting = Setting(
             use.name,
             value,
-            use.setting.origin,
+            origin or use.setting.origin,
             own_key,
             flags=tuple(effect.flags),
             of_rule=effect.rule is not None,

@@ -1073,7 +1073,14 @@ def trl_prompts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
 
 def _steps_of_epoch(rows: int, prompts: int, get: GetValue) -> int:
     """Returns the number of steps in which `rows` training rows pass once if a step has `prompts`
-    of them: rounded up in supervised fine-tuning, down in reinforcement learning."""
+    of them: rounded up in supervised fine-tuning, down in reinforcement learning. ShoalError if a
+    step has none."""
+    if prompts == 0:
+        raise ShoalError(
+            "batch.prompts_per_step=0: the steps of an epoch need the prompts of a step; give more "
+            "than 0, or steps in place of epochs",
+            "batch.prompts_per_step",
+        )
     if get("algorithm.name") == "sft":
         return math.ceil(rows / prompts)
     return rows // prompts

@@ -498,6 +498,7 @@ def test_a_table_of_metrics():
     # both ends, and how many there are
     assert len(repr(Table([{"step": i} for i in range(1000)])).splitlines()) == 23
     assert len(Table([])) == 0 and "no columns" in repr(Table([]))
+    assert Table([{"a": 1}, {}]).get("a") == [1, None] and Table([]).get("a", 7) == 7
     with pytest.raises(shoal.ShoalError, match="the table is empty"):
         Table([])["step"]
 

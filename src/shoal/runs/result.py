@@ -52,6 +52,10 @@ class Table:
             raise ShoalError(f"there is no column {name!r}{hint}")
         return self.columns[name]
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns the values of a column, one a row; `default` if there is no such column."""
+        return self.columns.get(name, default)
+
     def __contains__(self, name: object) -> bool:
         return name in self.columns
 

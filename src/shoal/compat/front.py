@@ -515,10 +515,13 @@ class Draft:
                 value = Yielding(NO_VALUE, to_all=True)
             elif owner.flag.low_priority:
                 value = Yielding(NO_VALUE)
-            # A flag in a higher layer may only change the value that another, whose own key this
-            # is, has set.
-            naming_first = [use for use in uses if use.flag.keys[:1] == (key,)]
-            source = _owner(naming_first, key) if naming_first else owner
+            # A flag on the command line may only have a say in the value that another flag of the
+            # user's, whose own key this is, has set in a file.
+            setting_it = []
+            for use in uses:
+                if use.flag.keys[:1] == (key,) and self.typed[use.layer].is_users:
+                    setting_it.append(use)
+            source = _owner(setting_it, key) if setting_it else owner
             self._add_setting(effect, owner, key, value, source.setting.origin)
         return effect
 

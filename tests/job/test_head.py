@@ -605,3 +605,16 @@ def test_a_trial_trains_on_the_first_rows(workshop, tmp_path):
     assert "training prompts: 40 of 40 rows" in lines
     generated = load_by_name(TaskSection(name="words", num_train_questions=8), RewardSection())
     assert [example.row for example in generated.train] == list(range(8))
+
+
+def test_a_split_to_evaluate_on_that_is_missing_is_named(workshop, tmp_path):
+    rows = [json.dumps({"prompt": f"{n} + 1 =", "answer": f"{n + 1}"}) for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = ["task=custom", f"task.path={tmp_path}/rows.jsonl", "task.eval_split=validation"]
+    words.append(f"reward={workshop.rewards}:letters")
+    [note] = [
+        line for line in head_of(workshop, *words) if "last 2 of 20 rows are held out" in line
+    ]
+    assert "rows.jsonl has no split 'validation' to evaluate on" in note
+    with pytest.raises(ShoalError, match=r"task\.eval_split=validation: there is no such split"):
+        head_of(workshop, *words, "task.hold_out=false")

@@ -114,14 +114,14 @@ def test_a_good_run_is_not_warned_of():
     assert not watch.evaluation(5, before, {"accuracy": 0.38, "accuracy_interval": [0.28, 0.48]})
 
 
-def resumed_recorder(folder, warnings, before: str, now: str, first_answers=()) -> Recorder:
-    """The recorder of a run that is resumed from version 2 with the reward `now`."""
+def recorder_of(folder, warnings) -> Recorder:
+    """A recorder of 10 steps whose console adds its warnings to a list and prints nothing."""
     console = SimpleNamespace(
         warning=lambda text, key: warnings.append(text),
         evaluation=lambda *_: None,
         note=lambda *_: None,
     )
-    recorder = Recorder(
+    return Recorder(
         folder,
         console,  # type: ignore[arg-type]
         10,
@@ -130,6 +130,11 @@ def resumed_recorder(folder, warnings, before: str, now: str, first_answers=()) 
         lambda: 0,
         lambda: 0,
     )
+
+
+def resumed_recorder(folder, warnings, before: str, now: str, first_answers=()) -> Recorder:
+    """The recorder of a run that is resumed from version 2 with the reward `now`."""
+    recorder = recorder_of(folder, warnings)
     recorder.folder.missing_steps = lambda version: []
     state = recorder.state()
     state["watch"]["first_answers"] = list(first_answers)
@@ -353,20 +358,9 @@ def test_a_mean_reward_below_that_of_the_first_evaluation_is_warned_of():
 
 def test_the_recorder_asks_of_the_main_set_alone_and_only_without_an_accuracy(tmp_path):
     warnings = []
-    console = SimpleNamespace(
-        warning=lambda text, key: warnings.append(text), evaluation=lambda *_: None
-    )
     with RunWriter.create(tmp_path, "run") as folder:
         for figures in ({"mean_reward": 0.5}, {"mean_reward": 0.5, "accuracy": 0.5}):
-            recorder = Recorder(
-                folder,
-                console,  # type: ignore[arg-type]
-                10,
-                False,
-                lambda _: RolloutStats(),
-                lambda: 0,
-                lambda: 0,
-            )
+            recorder = recorder_of(folder, warnings)
             with closing(recorder):
                 for version, reward in ((0, 0.9), (5, 0.1)):
                     main = answers(np.linspace(0, 0.1, 24) + reward)

@@ -913,7 +913,9 @@ class Job(StagedJob):
         for number in np.linspace(0, len(rows) - 1, num_rows).astype(int).tolist():
             example = rows[number]
             source = source_of(example)
-            if source in prompts or len(prompts) == MOST_SOURCES:
+            if len(prompts) == MOST_SOURCES:
+                break
+            if source in prompts:
                 continue
             try:
                 prompts[source] = TokenizedExample(example, self.encode(example))

@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal.config.arguments import Arguments, Layer, Setting
 from shoal.config.commands import EvalConfig
 from shoal.config.key import get_value, keys_of
-from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS, ROWS
+from shoal.config.keywords import FROM_PYTHON, PYTHON_OBJECTS, ROWS, names_object
 from shoal.config.merge import Resolved, given_values, load
 from shoal.config.sections.task import GENERATED_TASKS
 from shoal.config.stored import difference_from_defaults
@@ -210,7 +210,7 @@ def _require_from_python(path: str, stored: Config, has_rewards: bool, has_rows:
     the model's, for the error."""
     if stored.task.name == ROWS and not has_rows:
         what, rows = "task", "task=rows, "
-    elif not has_rewards and any(spec.startswith(FROM_PYTHON) for spec in stored.reward.functions):
+    elif not has_rewards and names_object(stored.reward.functions):
         what, rows = "reward", ""
     else:
         return

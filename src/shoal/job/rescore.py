@@ -26,7 +26,7 @@ import numpy as np
 from shoal.algorithm.advantage import nonzero_std
 from shoal.buckets import address
 from shoal.chat.tokenizer_files import read_date
-from shoal.config.keywords import FROM_PYTHON, ROWS
+from shoal.config.keywords import ROWS, names_object
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
@@ -161,7 +161,7 @@ def with_functions_of_run(reward: RewardSection, of_run: RewardSection) -> Rewar
     for name in ("functions", "weights", "judge", "preset"):
         if getattr(reward, name) == getattr(default, name):
             changes[name] = getattr(of_run, name)
-    if any(spec.startswith(FROM_PYTHON) for spec in of_run.functions):
+    if names_object(of_run.functions):
         changes["functions"] = ()
         changes["weights"] = reward.weights
     return replace(reward, **changes)

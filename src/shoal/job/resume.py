@@ -15,7 +15,7 @@ from shoal.checks.settings import check_model, check_task
 from shoal.config.arguments import COMMAND_LINE, PYTHON, Arguments, Setting, read_arguments
 from shoal.config.foreign import data_read_once
 from shoal.config.key import keys_of, open_keys, shown, values_of
-from shoal.config.keywords import FROM_PYTHON, ROWS, python_leaves
+from shoal.config.keywords import ROWS, python_leaves
 from shoal.config.merge import Resolved, from_overrides, given_values, load
 from shoal.config.names import key_of
 from shoal.config.stored import resolved
@@ -23,11 +23,12 @@ from shoal.config.train import Config
 from shoal.files import check_local
 from shoal.findings import Findings
 from shoal.job.fingerprint import compare_facts
-from shoal.job.task import find_functions
+from shoal.job.task import find_functions, named_functions
 from shoal.records import Params, ShoalError
 from shoal.report.console import Console
 from shoal.runs.compare import SettingDifference, setting_differences
 from shoal.runs.layout import CONFIG, LAST, find_named, find_run, is_run
+from shoal.runs.lines import Summary
 from shoal.runs.reader import StoredRun, read_decisions, read_requested, read_summary
 from shoal.runs.writer import RunWriter
 from shoal.tasks.task import load_by_name
@@ -240,7 +241,7 @@ def resolve_run(config: Config, report: Console | Findings) -> ResumePlan:
             f"{setting.key} changes from {before} to {now}, for later resumes too: from now on "
             f"{effect}"
         )
-    _check_steps(run, stored, config, report)
+    _check_steps(run, summary, stored, config, report)
     if config.resume:
         if config.run_name != stored.run_name:
             report.warning(
@@ -266,19 +267,23 @@ def _check_inputs(config: Config, changed: Sequence[str]) -> None:
         check_task(config.task)
         load_by_name(config.task, config.reward)
     if "reward.functions" in changed:
-        specs = config.reward.functions
-        find_functions(config.reward, [spec for spec in specs if not spec.startswith(FROM_PYTHON)])
+        find_functions(config.reward, named_functions(config.reward))
 
 
-def _check_steps(run: Path, stored: Config, config: Config, report: Console | Findings) -> None:
+def _check_steps(
+    run: Path,
+    summary: Summary | None,
+    stored: Config,
+    config: Config,
+    report: Console | Findings,
+) -> None:
     """Raises ShoalError if `config.steps` is fewer than the steps that the run has made already, or
     if its checkpoints are gone although it has made steps, because it would start again and
     overwrite its records. Warns if `steps` differs from the stored number and the learning rate's
-    schedule depends on it."""
+    schedule depends on it. `summary`: the run's, None if it has not ended."""
     from shoal.weights.checkpoints import FOLDER, versions
 
     saved = versions(run)
-    summary = read_summary(run)
     ended = 0  # only a run that has ended has a summary
     if summary and summary.stopped_by and not summary.is_end_for(config.steps, config.resume):
         ended = summary.steps_made  # the run goes on from there

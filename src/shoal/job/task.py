@@ -88,6 +88,12 @@ def own_rewards(
     return tuple(weighted)
 
 
+def named_functions(reward: RewardSection) -> list[str]:
+    """Returns the entries of `reward.functions` without those that stand for functions from
+    Python."""
+    return [spec for spec in reward.functions if not spec.startswith(FROM_PYTHON)]
+
+
 def find_functions(
     reward: RewardSection, specs: Sequence[str]
 ) -> list[Callable[..., Any] | RewardFunction]:
@@ -141,7 +147,7 @@ def given_rewards(
     `reward.functions` that stands for a function from Python is left out, because `functions` has
     it. ShoalError if a function is missing, also if a stored configuration names one from Python
     and it was not passed again."""
-    files = [spec for spec in reward.functions if not spec.startswith(FROM_PYTHON)]
+    files = named_functions(reward)
     if len(files) < len(reward.functions) and not functions:
         names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
         raise ShoalError(

@@ -107,12 +107,17 @@ class Trial:
         ]
 
     def batch(self, groups: list[Any], shards: int) -> Any:
-        from shoal.trainer.batch import Shape, pack
+        from shoal.trainer.batch import BatchLayout, Shape, TokenTerms, pack
 
         signs = np.resize([1.0, -0.7, 0.4], (PROMPTS, GROUP_SIZE))
         longest = 16 + GROUP_SIZE * 32
         shape = Shape(shards, -(-PROMPTS // shards) * longest)
-        (batch,) = pack(groups, range(PROMPTS), signs, np.full_like(signs, 1e-2), [shape], 1.0)
+        (batch,) = pack(
+            groups,
+            range(PROMPTS),
+            TokenTerms(signs, np.full_like(signs, 1e-2)),
+            BatchLayout([shape], 1.0),
+        )
         return batch
 
     def learner(self, role: Any, dtype: Any = None) -> Any:

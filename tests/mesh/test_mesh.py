@@ -56,7 +56,7 @@ from shoal.records import Completion, Example, Group, NoiseKey, Purpose, Samplin
 from shoal.report.console import Console
 from shoal.sampler import programs
 from shoal.sampler.engine import Engine, drain
-from shoal.trainer.batch import Shape, pack, unpack
+from shoal.trainer.batch import BatchLayout, Shape, TokenTerms, pack, unpack
 from shoal.trainer.scorers import ModelScorer
 from shoal.trainer.step import Learner, put_batch
 from shoal.weights import sampler_copy
@@ -448,7 +448,9 @@ def test_sampled_log_probs_are_those_of_one_device(section, alone, monkeypatch):
             )
         )
     one = alone.learner
-    for batch in pack(groups, range(9), np.zeros((9, 2)), np.zeros((9, 2)), [SHAPE], 1.0):
+    for batch in pack(
+        groups, range(9), TokenTerms(np.zeros((9, 2)), np.zeros((9, 2))), BatchLayout([SHAPE], 1.0)
+    ):
         for (g, i), lp in unpack(
             [batch], [np.asarray(one.score(alone.before.trainable, batch.arrays))]
         ).items():

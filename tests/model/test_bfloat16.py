@@ -33,7 +33,7 @@ from shoal.model.linear import Adapted, Biased, Cast, linear, writing_float32
 from shoal.model.rotary import rotary, rotate, rotate_by_product
 from shoal.model.transformer import REMAT, Model, keeping_integers
 from shoal.sampler.engine import Engine
-from shoal.trainer.batch import pack, unpack
+from shoal.trainer.batch import BatchLayout, TokenTerms, pack, unpack
 from shoal.trainer.loss import batch_logprobs
 from shoal.weights.sampler_copy import publish_to
 
@@ -54,7 +54,7 @@ def largest_gap(dtype) -> tuple[float, float]:
     played = play(engine, requests)
     groups = played_groups(requests, played)
     zeros = np.zeros((4, 4))
-    (batch,) = pack(groups, range(4), zeros, zeros, [whole(groups)], 1.0)
+    (batch,) = pack(groups, range(4), TokenTerms(zeros, zeros), BatchLayout([whole(groups)], 1.0))
     # float32 masters
     lps, _ = jax.jit(lambda p, b: batch_logprobs(model, p, b, 2**25))(parameters, batch.arrays)
     assert lps.dtype == jnp.float32
@@ -228,7 +228,7 @@ def test_a_cpu_gets_its_products_of_bfloat16_in_the_form_that_it_does_not_widen(
     parameters = random_parameters(QWEN3)
     groups = random_groups(QWEN3, 1, 4, 12, 8)
     zeros = np.zeros((1, 4))
-    (batch,) = pack(groups, range(1), zeros, zeros, [whole(groups)], 1.0)
+    (batch,) = pack(groups, range(1), TokenTerms(zeros, zeros), BatchLayout([whole(groups)], 1.0))
 
     def loss(parameters):
         return batch_logprobs(model, parameters, batch.arrays, 2**25)[0].sum()
@@ -252,7 +252,7 @@ def test_a_cpu_does_not_convert_what_all_layers_keep_for_each_layer():
     parameters = random_parameters(QWEN3)
     groups = random_groups(QWEN3, 1, 4, 12, 8)
     zeros = np.zeros((1, 4))
-    (batch,) = pack(groups, range(1), zeros, zeros, [whole(groups)], 1.0)
+    (batch,) = pack(groups, range(1), TokenTerms(zeros, zeros), BatchLayout([whole(groups)], 1.0))
 
     def loss(parameters):
         return batch_logprobs(model, parameters, batch.arrays, 2**25)[0].sum()

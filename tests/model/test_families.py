@@ -33,7 +33,7 @@ from shoal.model.transformer import Model
 from shoal.protocols import SampleRequest
 from shoal.records import Completion, Group, SamplingParams
 from shoal.sampler.engine import Engine
-from shoal.trainer.batch import MicroBatch, pack, unpack
+from shoal.trainer.batch import BatchLayout, MicroBatch, TokenTerms, pack, unpack
 from shoal.trainer.loss import batch_logprobs
 from shoal.weights import huggingface
 from shoal.weights.sampler_copy import publish_to
@@ -142,7 +142,9 @@ def whole_sequences(groups: list[Group]) -> Iterator[tuple[tuple[int, int], np.n
 def packed(groups: list[Group], include: Iterable[int], rows: int = 1) -> MicroBatch:
     """The groups numbered in `include` in rows that have room for all of them."""
     zeros = np.zeros((len(groups), groups[0].size))
-    (batch,) = pack(groups, include, zeros, zeros, [whole(groups, rows)], 1.0)
+    (batch,) = pack(
+        groups, include, TokenTerms(zeros, zeros), BatchLayout([whole(groups, rows)], 1.0)
+    )
     return batch
 
 

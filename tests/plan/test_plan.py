@@ -81,7 +81,7 @@ from shoal.plan.plan import (
 )
 from shoal.records import Completion, Example, Group, Purpose, ShoalError, StopReason
 from shoal.sampler.programs import DECODE_CHUNK
-from shoal.trainer.batch import pack
+from shoal.trainer.batch import BatchLayout, TokenTerms, pack
 from shoal.weights.sampler_copy import publish_to
 from shoal.weights.source import planned_architecture
 
@@ -1258,7 +1258,10 @@ def test_micro_batches_are_counted_in_the_shapes_that_the_run_packs_them_in(
         batch.arrays.tokens.size
         for members in updater._minibatches(32, step=0, epoch=0)
         for batch in pack(
-            groups, members, np.ones((32, 8)), np.ones((32, 8)), updater.shapes(groups), 1.0
+            groups,
+            members,
+            TokenTerms(np.ones((32, 8)), np.ones((32, 8))),
+            BatchLayout(updater.shapes(groups), 1.0),
         )
     )
     assert run == trained and job.programs()["accumulate"].runs * job.shape.tokens == 2 * trained

@@ -46,7 +46,7 @@ from shoal.records import (
 from shoal.sampler.engine import Engine, drain
 from shoal.sampler.programs import DECODE_CHUNK, PREFILL_CHUNK, prefill_chunk_size
 from shoal.sampler.scheduler import prompt_bucket
-from shoal.trainer.batch import Shape, pack, unpack
+from shoal.trainer.batch import BatchLayout, Shape, TokenTerms, pack, unpack
 from shoal.trainer.loss import batch_logprobs
 from shoal.weights.sampler_copy import publish_to, published_shapes
 
@@ -131,7 +131,9 @@ def test_log_probs_are_the_trainers(a):
         of = [r for r in requests if r.params.temperature == temperature]
         groups = played_groups(of, played)
         zeros = np.zeros((3, 4))
-        (batch,) = pack(groups, range(3), zeros, zeros, [Shape(1, 2560)], temperature)
+        (batch,) = pack(
+            groups, range(3), TokenTerms(zeros, zeros), BatchLayout([Shape(1, 2560)], temperature)
+        )
         lps, entropy = (np.asarray(x) for x in reference(engine.parameters, batch.arrays))
         if temperature == 1:  # of logits of standard deviation s it is about log V - s^2 / 2
             assert entropy[batch.arrays.loss_mask].mean() < np.log(a.vocab_size) - 0.5

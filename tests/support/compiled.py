@@ -38,7 +38,7 @@ from shoal.model.transformer import Model
 from shoal.plan.hlo import Instruction, Module
 from shoal.plan.transfers import device_groups, groups_text
 from shoal.sampler.engine import Engine
-from shoal.trainer.batch import Shape, pack
+from shoal.trainer.batch import BatchLayout, Shape, TokenTerms, pack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner
 from shoal.weights.sampler_copy import published_shapes
@@ -119,7 +119,12 @@ def compiled_update(
         OptimizerSection(reduce_dtype=reduce_dtype),
         10,
     )  # type: ignore[arg-type]
-    (micro,) = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), [Shape(role.row_shards, size)], 1.0)
+    (micro,) = pack(
+        [],
+        [],
+        TokenTerms(np.zeros((0, 2)), np.zeros((0, 2))),
+        BatchLayout([Shape(role.row_shards, size)], 1.0),
+    )
 
     def by_row(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(

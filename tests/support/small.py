@@ -22,7 +22,7 @@ from shoal.model.parameters import Parameters, ParamSpec, param_specs
 from shoal.model.passes import PackedRows
 from shoal.model.transformer import Model, forward
 from shoal.records import Completion, Example, Group, Purpose, StopReason
-from shoal.trainer.batch import LearnerBatch, Shape, fill_rows, pack
+from shoal.trainer.batch import BatchLayout, LearnerBatch, Shape, TokenTerms, fill_rows, pack
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import Learner
 
@@ -196,7 +196,12 @@ def batches(
     advantages = rng.standard_normal((len(groups), size))
     weights = rng.uniform(0.1, 1.0, (len(groups), size)) / 100
     result = []
-    for m in pack(groups, range(len(groups)), advantages, weights, [shape], temperature):
+    for m in pack(
+        groups,
+        range(len(groups)),
+        TokenTerms(advantages, weights),
+        BatchLayout([shape], temperature),
+    ):
         result.append(m.arrays)
     return result
 

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.records import Branch, Completion, Example, Group, Purpose, ShoalError, StopReason
-from shoal.trainer.batch import Shape, fill_rows, pack, row_shapes, unpack
+from shoal.trainer.batch import (
+    BatchLayout,
+    Shape,
+    TokenTerms,
+    TokenValues,
+    fill_rows,
+    pack,
+    row_shapes,
+    unpack,
+)
 
 LONGEST = 30 + 40
 
@@ -62,12 +71,21 @@ def make_groups(
     return groups
 
 
-def packed(groups: list[Group], shapes: tuple[Shape, ...], include=None, **values):
+def packed(
+    groups: list[Group],
+    shapes: tuple[Shape, ...],
+    include=None,
+    route_shape: tuple[int, int] | None = None,
+    old_logprobs: TokenValues | None = None,
+    ref_logprobs: TokenValues | None = None,
+):
     rng = np.random.default_rng(1)
     size = (len(groups), groups[0].size)
     advantages, weights = rng.normal(size=size), rng.uniform(0.1, 1, size)
     include = range(len(groups)) if include is None else include
-    return advantages, weights, pack(groups, include, advantages, weights, shapes, 0.7, **values)
+    terms = TokenTerms(advantages, weights, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+    layout = BatchLayout(shapes, 0.7, route_shape=route_shape)
+    return advantages, weights, pack(groups, include, terms, layout)
 
 
 sizes = {

@@ -29,7 +29,15 @@ from shoal.model.parameters import (
 from shoal.model.transformer import Model
 from shoal.records import Group
 from shoal.runs.metrics import MetricSet
-from shoal.trainer.batch import MicroBatch, Shape, ValueTargets, pack, unpack
+from shoal.trainer.batch import (
+    BatchLayout,
+    MicroBatch,
+    Shape,
+    TokenTerms,
+    ValueTargets,
+    pack,
+    unpack,
+)
 from shoal.trainer.critic import Critic, StepValues, critic_architecture, explained_variance
 from shoal.trainer.loss import make_objective
 from shoal.trainer.step import GradientSum, Learner, TrainState
@@ -47,7 +55,12 @@ def value_learner(where: Roles | None = None, clip: float = 0.0, lr: float = 1e-
 
 def packed(groups: list[Group], shape: Shape, targets: Any = None) -> list[MicroBatch]:
     zeros = np.zeros((len(groups), groups[0].size))
-    return pack(groups, range(len(groups)), zeros, zeros, [shape], 1.0, targets=targets)
+    return pack(
+        groups,
+        range(len(groups)),
+        TokenTerms(zeros, zeros, targets=targets),
+        BatchLayout([shape], 1.0),
+    )
 
 
 def values_of(
@@ -383,7 +396,12 @@ def batches_of_both(groups: list[Group], shape: Shape) -> list[MicroBatch]:
     advantages = rng.normal(size=(len(groups), groups[0].size))
     weights = rng.random(advantages.shape) / 20
     targets = random_targets(groups)
-    return pack(groups, range(len(groups)), advantages, weights, [shape], 1.0, targets=targets)
+    return pack(
+        groups,
+        range(len(groups)),
+        TokenTerms(advantages, weights, targets=targets),
+        BatchLayout([shape], 1.0),
+    )
 
 
 def gradient_of_both(

@@ -65,7 +65,7 @@ from shoal.model.recurrence import SequenceRecurrence, delta_net
 from shoal.model.transformer import Model
 from shoal.records import ShoalError
 from shoal.sampler.engine import Engine
-from shoal.trainer.batch import pack
+from shoal.trainer.batch import BatchLayout, TokenTerms, pack
 from shoal.trainer.loss import batch_loss
 from shoal.trainer.step import put_batch
 from shoal.weights import huggingface, peft
@@ -307,7 +307,12 @@ def test_the_gradients_are_the_oracles(a):
     for lp, advantage in zip(lps, advantages.ravel(), strict=True):
         completions.append(oracle.Completion(lp, lp, lp, np.ones(len(lp), bool), advantage))
     slopes, count = oracle.gradients(oracle.Settings(), completions), sum(map(len, lps))
-    (batch,) = pack(groups, range(3), advantages, np.full((3, 2), 1 / count), [whole(groups)], 1.0)
+    (batch,) = pack(
+        groups,
+        range(3),
+        TokenTerms(advantages, np.full((3, 2), 1 / count)),
+        BatchLayout([whole(groups)], 1.0),
+    )
     trainer = learner(one)
     total, _ = trainer.accumulate(None, trainer.init(parameters), batch.arrays)
     assert float(total.loss) == pytest.approx(oracle.loss(oracle.Settings(), completions), rel=1e-5)

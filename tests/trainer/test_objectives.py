@@ -43,7 +43,7 @@ from shoal.records import (
 )
 from shoal.runs.metrics import MetricSet
 from shoal.tasks.builtin_rewards import PENALTY, overlong_punishment
-from shoal.trainer.batch import pack, unpack
+from shoal.trainer.batch import BatchLayout, TokenTerms, pack, unpack
 from shoal.trainer.loop import Run
 from shoal.trainer.loss import batch_logprobs, make_objective
 from shoal.trainer.prompts import PromptStream
@@ -79,7 +79,13 @@ def test_truncated_samples_are_replayed_and_without_that_the_ratio_is_the_kept_m
     made = [as_group(row, drawn) for row in (0, 1)]
     nothing = np.zeros((2, 4))
     replayed, ignored = (
-        pack(made, (0, 1), nothing, nothing, [whole(made)], 0.9, max_support=k)[0] for k in (96, 0)
+        pack(
+            made,
+            (0, 1),
+            TokenTerms(nothing, nothing),
+            BatchLayout([whole(made)], 0.9, max_support=k),
+        )[0]
+        for k in (96, 0)
     )
     parameters = weights(SMALL)
     lp, full = (
@@ -279,7 +285,12 @@ def test_a_teachers_part_of_the_advantage_by_hand():
     np.testing.assert_array_equal(teacher_bonus[0, 0], [0.25, -1.0, 0.0])  # half of teacher - old
     assert recorded.result()["teacher/kl"] == pytest.approx((-0.5 + 2 + 0) / 3)
     ones = np.ones((1, 1))
-    batch = pack(made, [0], 2 * ones, ones, [whole(made)], 1.0, teacher_bonus=teacher_bonus)[0]
+    batch = pack(
+        made,
+        [0],
+        TokenTerms(2 * ones, ones, teacher_bonus=teacher_bonus),
+        BatchLayout([whole(made)], 1.0),
+    )[0]
     np.testing.assert_array_equal(unpack([batch], [batch.arrays.advantage])[0, 0], [2.25, 1.0, 2.0])
 
 
@@ -461,7 +472,9 @@ def test_context_is_predicted_over_the_whole_vocabulary():
         completions.append(replace(completion, extra={"support_ids": support_ids}))
     made = [replace(group, completions=tuple(completions))]
     ones = np.ones((1, 2))
-    (batch,) = pack(made, [0], ones, ones, [whole(made)], 1.0, max_support=3)
+    (batch,) = pack(
+        made, [0], TokenTerms(ones, ones), BatchLayout([whole(made)], 1.0, max_support=3)
+    )
     got = unpack([batch], [batch.arrays.support_ids])
     np.testing.assert_array_equal(got[0, 0], [[5, -1, -1], [-1, -1, -1], [5, -1, -1]])
 

@@ -26,7 +26,7 @@ from shoal.config.sections.optimizer import BatchSection, OptimizerSection
 from shoal.model.transformer import Model
 from shoal.records import Group, StopReason
 from shoal.runs.metrics import is_clock
-from shoal.trainer.batch import pack, unpack
+from shoal.trainer.batch import BatchLayout, TokenTerms, pack, unpack
 from shoal.trainer.loss import TokenOutputs, make_objective
 from shoal.trainer.scorers import ParameterScorer
 from shoal.trainer.step import Learner
@@ -166,7 +166,10 @@ def everything(chosen: Sequence[Group]) -> Any:
     """All completions in one batch."""
     nothing = np.zeros((len(chosen), G))
     (batch,) = pack(
-        chosen, range(len(chosen)), nothing, nothing, [whole(list(chosen))], TEMPERATURE
+        chosen,
+        range(len(chosen)),
+        TokenTerms(nothing, nothing),
+        BatchLayout([whole(list(chosen))], TEMPERATURE),
     )
     return batch
 

@@ -38,7 +38,7 @@ from shoal.model.architecture import Architecture
 from shoal.model.linear import broadcast
 from shoal.model.parameters import shardings
 from shoal.model.transformer import Model
-from shoal.trainer.batch import LearnerBatch, MicroBatch, Shape, pack
+from shoal.trainer.batch import BatchLayout, LearnerBatch, MicroBatch, Shape, TokenTerms, pack
 from shoal.trainer.loss import batch_loss, make_objective
 from shoal.trainer.step import Learner, TrainState
 
@@ -186,7 +186,9 @@ def test_empty_rows_change_nothing_and_their_gradient_is_finite():
 @pytest.mark.slow
 def test_an_update_without_rows_applies_a_zero_gradient():
     a = QWEN3
-    empty = pack([], [], np.zeros((0, 2)), np.zeros((0, 2)), [Shape(2, 32)], 1.0)
+    empty = pack(
+        [], [], TokenTerms(np.zeros((0, 2)), np.zeros((0, 2))), BatchLayout([Shape(2, 32)], 1.0)
+    )
     one = learner(a)
     state = one.init(random_parameters(a))
     total, _ = one.accumulate(None, state, empty[0].arrays)

@@ -11,7 +11,7 @@ from test_batch import make_groups, shapes_for
 
 from shoal.config.sections.algorithm import AlgorithmSection
 from shoal.records import Branch, Completion, Example, Group, Purpose, ShoalError, StopReason
-from shoal.trainer.batch import pack, unpack
+from shoal.trainer.batch import BatchLayout, TokenTerms, pack, unpack
 from shoal.trainer.step_table import StepTable, TurnTable
 
 NAN = np.nan
@@ -126,7 +126,12 @@ def test_advantages_of_turns_reach_the_tokens_of_their_turns_alone():
     turns = table.turn_advantages
     assert [list(map(float, values)) for values in turns[0]] == [[2, 3, 2], [-2, -3], [0]]
     weights = np.array([[1.0, 2.0, 0.0]])
-    batches = pack([group()], [0], table.advantages, weights, shapes_for(1, 3, 100, 1), 1.0)
+    batches = pack(
+        [group()],
+        [0],
+        TokenTerms(table.advantages, weights),
+        BatchLayout(shapes_for(1, 3, 100, 1), 1.0),
+    )
     got = unpack(batches, [batch.arrays.advantage for batch in batches])
     np.testing.assert_array_equal(got[0, 0], [2, 2, 0, 0, 3, 0, 0, 2, 2])
     np.testing.assert_array_equal(got[0, 1], [-2, 0, 0, -3])
@@ -141,11 +146,8 @@ def test_a_bonus_by_token_is_added_to_that_of_its_turn():
     batches = pack(
         [group()],
         [0],
-        table.advantages,
-        np.zeros_like(table.advantages),
-        shapes_for(1, 3, 100, 1),
-        1.0,
-        teacher_bonus=bonus,
+        TokenTerms(table.advantages, np.zeros_like(table.advantages), teacher_bonus=bonus),
+        BatchLayout(shapes_for(1, 3, 100, 1), 1.0),
     )
     got = unpack(batches, [batch.arrays.advantage for batch in batches])
     # Returns 0 + (1 + 2 / 2) / 2 and 1: the first turns are equal.
@@ -159,9 +161,11 @@ def test_one_number_for_each_turn_that_is_the_same_is_one_for_the_completion():
     shapes = shapes_for(4, 4, 400, 1)
     most = max(len(one.turns) for group in groups for one in group.completions)
     assert most > 5
-    whole = pack(groups, range(4), values, values, shapes, 1.0)
+    layout = BatchLayout(shapes, 1.0)
+    whole = pack(groups, range(4), TokenTerms(values, values), layout)
     by_turn = np.repeat(values[:, :, None], most, axis=2)
-    for a, b in zip(whole, pack(groups, range(4), by_turn, by_turn, shapes, 1.0), strict=True):
+    of_turns = pack(groups, range(4), TokenTerms(by_turn, by_turn), layout)
+    for a, b in zip(whole, of_turns, strict=True):
         np.testing.assert_array_equal(a.arrays.weight, b.arrays.weight)
         sampled = a.arrays.loss_mask
         np.testing.assert_array_equal(a.arrays.advantage[sampled], b.arrays.advantage[sampled])

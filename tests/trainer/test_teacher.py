@@ -33,7 +33,7 @@ from shoal.model.head import logits
 from shoal.model.parameters import shardings
 from shoal.model.transformer import Model
 from shoal.records import Example, Group, ShoalError
-from shoal.trainer.batch import LearnerBatch, Shape, pack, unpack
+from shoal.trainer.batch import BatchLayout, LearnerBatch, Shape, TokenTerms, pack, unpack
 from shoal.trainer.loss import batch_states, make_objective
 from shoal.trainer.scorers import ModelScorer, TeacherDistributions, target_shapes
 from shoal.trainer.step import Learner, TrainState
@@ -240,10 +240,8 @@ def taught_by_several(given: TeacherSection, where: Roles, shards: int) -> tuple
     batches = teachers.pack(
         HINTED,
         range(len(HINTED)),
-        advantages=np.zeros((len(HINTED), 3)),
-        weights=weights_of(HINTED),
-        shapes=[Shape(shards, 96)],
-        temperature=TEMPERATURE,
+        TokenTerms(np.zeros((len(HINTED), 3)), weights_of(HINTED)),
+        BatchLayout([Shape(shards, 96)], TEMPERATURE),
     )
     assert {batch.teacher for batch in batches} == {"a", "b"}
     total = None
@@ -269,7 +267,9 @@ def each_alone(prompt: Any) -> list[tuple[int, LearnerBatch]]:
                 valid=np.ones(1, bool),
             )
             weight = weights_of(HINTED)[number : number + 1, index : index + 1]
-            (batch,) = pack([only], [0], np.zeros((1, 1)), weight, [ALONE], TEMPERATURE)
+            (batch,) = pack(
+                [only], [0], TokenTerms(np.zeros((1, 1)), weight), BatchLayout([ALONE], TEMPERATURE)
+            )
             alone.append((number, batch.arrays))
     return alone
 
@@ -340,19 +340,14 @@ def test_sampled_tokens_are_scored_after_prompts_of_its_own():
     hinted = [replace(one, prompt_ids=prompt_with_hint(one.example)) for one in groups]
     student = Model(STUDENT, roles().trainer)
     teachers = teachers_of(section("sampled"), roles(), student)
-    values = {
-        "advantages": np.zeros((5, 3)),
-        "weights": np.zeros((5, 3)),
-        "shapes": [Shape(1, 96)],
-        "temperature": TEMPERATURE,
-        "max_support": 5,
-    }
+    terms = TokenTerms(np.zeros((5, 3)), np.zeros((5, 3)))
+    layout = BatchLayout([Shape(1, 96)], TEMPERATURE, max_support=5)
     told = {}
     expected = {}
-    for batch in teachers.pack(groups, range(5), **values):
+    for batch in teachers.pack(groups, range(5), terms, layout):
         told |= unpack([batch.of_teacher()], [np.asarray(teachers.score(None, batch))])
     # The same groups with the teacher's prompts as their own.
-    for batch in replace(teachers, prompt_of=None).pack(hinted, range(5), **values):
+    for batch in replace(teachers, prompt_of=None).pack(hinted, range(5), terms, layout):
         expected |= unpack([batch], [np.asarray(teachers.score(None, batch))])
     assert told.keys() == expected.keys() and len(told) == 15
     for key in told:

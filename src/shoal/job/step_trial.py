@@ -43,7 +43,15 @@ from shoal.sampler.engine import Engine, run_until_idle
 from shoal.sampler.scheduler import prompt_bucket
 from shoal.tasks.task import Task
 from shoal.text import seconds_text
-from shoal.trainer.batch import MicroBatch, Shape, ValueTargets, pack, unpack
+from shoal.trainer.batch import (
+    BatchLayout,
+    MicroBatch,
+    Shape,
+    TokenTerms,
+    ValueTargets,
+    pack,
+    unpack,
+)
 from shoal.trainer.critic import Critic
 from shoal.trainer.own_advantage import OwnAdvantage
 from shoal.trainer.prompts import TokenizedExample
@@ -340,18 +348,19 @@ def _update(
     for group_index, group in enumerate(groups):
         for completion_index, completion in enumerate(group.completions):
             sampled[group_index, completion_index] = completion.logprobs
-    batches = pack(
-        groups,
-        range(len(groups)),
-        np.nan_to_num(table.advantages),
-        weights,
-        [trial.shape],
-        config.sampling.temperature,
+    terms = TokenTerms(
+        advantages=np.nan_to_num(table.advantages),
+        weights=weights,
         old_logprobs=sampled,
         ref_logprobs=sampled,
+    )
+    layout = BatchLayout(
+        shapes=[trial.shape],
+        temperature=config.sampling.temperature,
         max_support=max_support(config),
         route_shape=learner.model.architecture.route_shape if replays_routes(config) else None,
     )
+    batches = pack(groups, range(len(groups)), terms, layout)
     trial.num_batches = len(batches)
     if has_critic:
         batches = [_with_value_targets(batch, trial.mean_reward) for batch in batches]

@@ -337,79 +337,90 @@ def row_shapes(
     return tuple(shapes)
 
 
+@dataclass(frozen=True)
+class BatchLayout:
+    """The layout of an update's micro-batches: what does not depend on the groups in them."""
+
+    shapes: Sequence[Shape]  # the largest first
+    temperature: float
+    max_support: int = 0  # the most tokens that a truncating sampler recorded; 0 if it kept all
+    # (layers with experts, k): the recorded experts of tokens are used again. None: the model
+    # chooses them itself.
+    route_shape: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class TokenTerms:
+    """What enters the loss of the tokens of some groups, besides what the sampler recorded."""
+
+    # float[P, G], one number for all tokens of a completion; or [P, G, K], one for each of its
+    # turns
+    advantages: np.ndarray
+    weights: np.ndarray  # of the same shape
+    # float[P, G]: weights of the tokens that the model did not sample; None: they have none
+    context_weights: np.ndarray | None = None
+    old_logprobs: TokenValues | None = None  # None: 0
+    ref_logprobs: TokenValues | None = None  # None: 0
+    # These two are added to the advantage of each token.
+    teacher_bonus: TokenValues | None = None
+    token_advantages: TokenValues | None = None
+    # what a critic learns of each (group, completion); None: there is no critic
+    targets: Mapping[tuple[int, int], ValueTargets] | None = None
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A prompt of a group, and the completions or parts of completions that follow it."""
+
+    token_ids: np.ndarray
+    experts: np.ndarray | None  # recorded experts of its tokens
+    completions: dict[Key, slice]  # of each part: where its tokens are in its completion
+
+    @property
+    def lengths(self) -> dict[Key, int]:
+        """Tokens of each part."""
+        return {key: tokens.stop - tokens.start for key, tokens in self.completions.items()}
+
+
+PromptKey = tuple[int, int]
+"""(group, prompt of the group)"""
+
+
 def pack(
     groups: Sequence[Group],
     include: Iterable[int],
-    advantages: np.ndarray,
-    weights: np.ndarray,
-    shapes: Sequence[Shape],
-    temperature: float,
-    old_logprobs: TokenValues | None = None,
-    ref_logprobs: TokenValues | None = None,
-    teacher_bonus: TokenValues | None = None,
-    max_support: int = 0,
-    route_shape: tuple[int, int] | None = None,
-    context_weights: np.ndarray | None = None,
-    token_advantages: TokenValues | None = None,
-    targets: Mapping[tuple[int, int], ValueTargets] | None = None,
+    terms: TokenTerms,
+    layout: BatchLayout,
     teacher_prompts: Mapping[int, np.ndarray] | None = None,
 ) -> list[MicroBatch]:
-    """Packs the groups numbered in `include`, from 0, into micro-batches of `shapes`, which come
-    largest first, and returns these.
+    """Packs the groups numbered in `include`, from 0, into micro-batches, and returns these.
 
-    `advantages` and `weights` are [P, G], one number for all tokens of a completion, or [P, G, K],
-    one for each of its turns. `context_weights` [P, G] are the weights of tokens that the model did
-    not sample; None: they have none.
-    Completions that are not valid, or have no tokens, are left out. `old_logprobs` and
-    `ref_logprobs` are 0 if they are None. `teacher_bonus` and `token_advantages` are added to the
-    advantage of each token. `targets` are what a critic learns of each completion; None without.
-    `max_support` is K, the number of tokens recorded for a truncating sampler; 0 if it kept all.
-    Above 0, each completion must have `extra["support_ids"]`. With `route_shape`,
-    (layers with experts, k), the recorded experts of tokens are used again, and each completion
-    must have `extra["experts"]` of that shape (ShoalError). `teacher_prompts` are the prompts that
-    a teacher reads in place of the groups', by the group's number: each micro-batch then has
-    `teacher_rows`, and the longer of the two prompts must fit. At least one micro-batch is
-    returned: an update without rows applies a gradient of 0. Raises ValueError if a prompt with one
-    of its completions fits no row of the first shape."""
-    # By (group, prompt of the group): the prompt's token ids; its number of tokens, with those of
-    # its completions.
-    prompts: dict[tuple[int, int], np.ndarray] = {}
-    prompt_experts: dict[tuple[int, int], np.ndarray | None] = {}
-    sizes: dict[tuple[int, int], tuple[int, dict[Key, int]]] = {}
-    tokens_of: dict[Key, slice] = {}  # within the completion
-    for group_index in include:
-        group = groups[group_index]
-        experts_of = group.experts_by_prompt() if route_shape else {}
-        for prompt_index, (prompt, followers) in enumerate(group.by_prompt()):
-            lengths: dict[Key, int] = {}
-            for completion_index, tokens in followers:
-                # A completion without a reward has no advantage to learn from.
-                if not group.valid[completion_index]:
-                    continue
-                length = tokens.stop - tokens.start
-                if length > 0:
-                    if route_shape:
-                        _check_experts(group.completions[completion_index], route_shape)
-                    key = (group_index, completion_index, tokens.start)
-                    lengths[key] = length
-                    tokens_of[key] = tokens
-            if lengths:
-                prompts[group_index, prompt_index] = prompt
-                prompt_experts[group_index, prompt_index] = experts_of.get(prompt.tobytes())
-                room = len(prompt)
-                if teacher_prompts is not None:
-                    room = max(room, len(teacher_prompts[group_index]))
-                sizes[group_index, prompt_index] = (room, lengths)
-    batches = []
-    for shape, rows in split_into_micro_batches(sizes, shapes):
-        batch = MicroBatch.empty(shape, temperature, max_support, route_shape)
-        if targets is not None:
-            arrays = replace(batch.arrays, targets=ValueTargets.empty(shape))
-            batch = replace(batch, arrays=arrays)
+    Completions that are not valid, or have no tokens, are left out. If `layout.max_support` is
+    above 0, each completion must have `extra["support_ids"]`; with `layout.route_shape`,
+    `extra["experts"]` of that shape (ShoalError). `teacher_prompts` are the prompts that a teacher
+    reads in place of the groups', by the group's number: each micro-batch then has `teacher_rows`,
+    and the longer of the two prompts must fit. At least one micro-batch is returned: an update
+    without rows applies a gradient of 0. Raises ValueError if a prompt with one of its completions
+    fits no row of the first shape."""
+    prompts = _prompts_to_pack(groups, include, layout.route_shape)
+    sizes: dict[PromptKey, tuple[int, dict[Key, int]]] = {}
+    for prompt_key, prompt in prompts.items():
+        room = len(prompt.token_ids)
         if teacher_prompts is not None:
-            theirs = MicroBatch.empty(shape, temperature, max_support)
-            arrays = replace(theirs.arrays, read_at=np.zeros_like(theirs.arrays.before))
-            batch = replace(batch, teacher_rows=replace(theirs, arrays=arrays))
+            group_index, _ = prompt_key
+            room = max(room, len(teacher_prompts[group_index]))
+        sizes[prompt_key] = (room, prompt.lengths)
+    tokens_of: dict[Key, slice] = {}
+    for prompt in prompts.values():
+        tokens_of.update(prompt.completions)
+    batches = []
+    for shape, rows in split_into_micro_batches(sizes, layout.shapes):
+        batch = _empty_batch(
+            shape,
+            layout,
+            has_targets=terms.targets is not None,
+            has_teacher_rows=teacher_prompts is not None,
+        )
         for row, content in enumerate(rows):
             for prompt_key, keys in content.parts:
                 completions: dict[Key, np.ndarray] = {}
@@ -417,58 +428,116 @@ def pack(
                     group_index, completion_index, _ = key
                     completion = groups[group_index].completions[completion_index]
                     completions[key] = completion.token_ids[tokens_of[key]]
-                batch.add(row, prompts[prompt_key], completions, prompt_experts[prompt_key])
+                prompt = prompts[prompt_key]
+                batch.add(row, prompt.token_ids, completions, prompt.experts)
                 if batch.teacher_rows is not None and teacher_prompts is not None:
                     group_index, _ = prompt_key
                     batch.teacher_rows.add(row, teacher_prompts[group_index], completions)
         if batch.teacher_rows is not None:
             batch.read_by_teacher()
-        batches.append(batch)
-    for batch in batches:
-        arrays = batch.arrays
-        for key, slots in batch.positions.items():
+        for key in batch.positions:
             group_index, completion_index, _ = key
-            completion_key = (group_index, completion_index)
             completion = groups[group_index].completions[completion_index]
-            tokens = tokens_of[key]
-            loss_mask = completion.loss_mask[tokens]
-            arrays.loss_mask[slots] = loss_mask
-            arrays.sampler_logprobs[slots] = completion.logprobs[tokens]
-            weight = _by_token(weights[completion_key], completion, tokens)
-            arrays.weight[slots] = weight * loss_mask
-            if context_weights is not None:
-                arrays.weight[slots] += context_weights[completion_key] * ~loss_mask
-            arrays.advantage[slots] = _by_token(advantages[completion_key], completion, tokens)
-            if old_logprobs:
-                arrays.old_logprobs[slots] += old_logprobs[completion_key][tokens]
-            if ref_logprobs:
-                arrays.ref_logprobs[slots] += ref_logprobs[completion_key][tokens]
-            if teacher_bonus:
-                arrays.advantage[slots] += teacher_bonus[completion_key][tokens]
-            if token_advantages:
-                arrays.advantage[slots] += token_advantages[completion_key][tokens]
-            if targets:
-                target = targets[completion_key]
-                arrays.targets.values[slots] = target.values[tokens]
-                arrays.targets.returns[slots] = target.returns[tokens]
-                arrays.targets.weight[slots] = target.weight[tokens]
-            # The set that the sampler recorded, not one recomputed from newer weights, which may
-            # leave the sampled token out. Context was chosen from no set.
-            if arrays.support_ids is not None:
-                support_ids = completion.extra["support_ids"][tokens]
-                support_ids = np.where(loss_mask[:, None], support_ids, -1)
-                row, columns = slots
-                arrays.support_ids[row, columns, : support_ids.shape[1]] = support_ids
-                if batch.teacher_rows is not None:
-                    row, columns = batch.teacher_rows.positions[key]
-                    of_teacher = batch.teacher_rows.arrays.support_ids
-                    of_teacher[row, columns, : support_ids.shape[1]] = support_ids
-            if route_shape:
-                # The last token was never computed by the sampler, and nothing reads its state.
-                row, columns = slots
-                computed = slice(columns.start, columns.stop - 1)
-                arrays.experts[row, computed] = completion.extra["experts"][tokens][:-1]
+            _set_terms(batch, key, completion, tokens_of[key], terms)
+            _set_records(batch, key, completion, tokens_of[key])
+        batches.append(batch)
     return batches
+
+
+def _prompts_to_pack(
+    groups: Sequence[Group], include: Iterable[int], route_shape: tuple[int, int] | None
+) -> dict[PromptKey, _Prompt]:
+    """Returns the prompts of the groups numbered in `include` with the completions to learn from;
+    prompts without any are left out. ShoalError if `route_shape` is given, and a completion has no
+    experts of that shape."""
+    prompts: dict[PromptKey, _Prompt] = {}
+    for group_index in include:
+        group = groups[group_index]
+        experts_of = group.experts_by_prompt() if route_shape else {}
+        for prompt_index, (token_ids, followers) in enumerate(group.by_prompt()):
+            completions: dict[Key, slice] = {}
+            for completion_index, tokens in followers:
+                # A completion without a reward has no advantage to learn from.
+                if not group.valid[completion_index]:
+                    continue
+                if tokens.stop > tokens.start:
+                    if route_shape:
+                        _check_experts(group.completions[completion_index], route_shape)
+                    completions[group_index, completion_index, tokens.start] = tokens
+            if completions:
+                prompts[group_index, prompt_index] = _Prompt(
+                    token_ids, experts_of.get(token_ids.tobytes()), completions
+                )
+    return prompts
+
+
+def _empty_batch(
+    shape: Shape, layout: BatchLayout, has_targets: bool, has_teacher_rows: bool
+) -> MicroBatch:
+    """Returns a micro-batch that is all padding, with the arrays that an update needs."""
+    batch = MicroBatch.empty(shape, layout.temperature, layout.max_support, layout.route_shape)
+    if has_targets:
+        arrays = replace(batch.arrays, targets=ValueTargets.empty(shape))
+        batch = replace(batch, arrays=arrays)
+    if has_teacher_rows:
+        theirs = MicroBatch.empty(shape, layout.temperature, layout.max_support)
+        arrays = replace(theirs.arrays, read_at=np.zeros_like(theirs.arrays.before))
+        batch = replace(batch, teacher_rows=replace(theirs, arrays=arrays))
+    return batch
+
+
+def _set_terms(
+    batch: MicroBatch, key: Key, completion: Completion, tokens: slice, terms: TokenTerms
+) -> None:
+    """Sets what enters the loss of some tokens of a completion, which `key` names in the batch."""
+    arrays = batch.arrays
+    slots = batch.positions[key]
+    group_index, completion_index, _ = key
+    completion_key = (group_index, completion_index)
+    loss_mask = completion.loss_mask[tokens]
+    weight = _by_token(terms.weights[completion_key], completion, tokens)
+    arrays.weight[slots] = weight * loss_mask
+    if terms.context_weights is not None:
+        arrays.weight[slots] += terms.context_weights[completion_key] * ~loss_mask
+    arrays.advantage[slots] = _by_token(terms.advantages[completion_key], completion, tokens)
+    if terms.teacher_bonus:
+        arrays.advantage[slots] += terms.teacher_bonus[completion_key][tokens]
+    if terms.token_advantages:
+        arrays.advantage[slots] += terms.token_advantages[completion_key][tokens]
+    if terms.old_logprobs:
+        arrays.old_logprobs[slots] = terms.old_logprobs[completion_key][tokens]
+    if terms.ref_logprobs:
+        arrays.ref_logprobs[slots] = terms.ref_logprobs[completion_key][tokens]
+    if terms.targets:
+        target = terms.targets[completion_key]
+        arrays.targets.values[slots] = target.values[tokens]
+        arrays.targets.returns[slots] = target.returns[tokens]
+        arrays.targets.weight[slots] = target.weight[tokens]
+
+
+def _set_records(batch: MicroBatch, key: Key, completion: Completion, tokens: slice) -> None:
+    """Sets what the sampler recorded of some tokens of a completion, which `key` names in the
+    batch."""
+    arrays = batch.arrays
+    row, columns = batch.positions[key]
+    loss_mask = completion.loss_mask[tokens]
+    arrays.loss_mask[row, columns] = loss_mask
+    arrays.sampler_logprobs[row, columns] = completion.logprobs[tokens]
+    if arrays.support_ids is not None:
+        # The set that the sampler recorded, not one recomputed from newer weights, which may
+        # leave the sampled token out. Context was chosen from no set.
+        support_ids = completion.extra["support_ids"][tokens]
+        support_ids = np.where(loss_mask[:, None], support_ids, -1)
+        num_ids = support_ids.shape[1]
+        arrays.support_ids[row, columns, :num_ids] = support_ids
+        if batch.teacher_rows is not None:
+            teacher_row, teacher_columns = batch.teacher_rows.positions[key]
+            of_teacher = batch.teacher_rows.arrays.support_ids
+            of_teacher[teacher_row, teacher_columns, :num_ids] = support_ids
+    if arrays.experts is not None:
+        # The last token was never computed by the sampler, and nothing reads its state.
+        computed = slice(columns.start, columns.stop - 1)
+        arrays.experts[row, computed] = completion.extra["experts"][tokens][:-1]
 
 
 def _by_token(values: np.ndarray, completion: Completion, tokens: slice) -> np.ndarray:

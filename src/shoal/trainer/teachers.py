@@ -22,7 +22,15 @@ from shoal.mesh import Role
 from shoal.model.transformer import Model
 from shoal.protocols import Scorer, SequenceScorer, TokenScores
 from shoal.records import Example, Group, Params, ShoalError
-from shoal.trainer.batch import Key, MicroBatch, TeacherStates, TeacherTop, pack
+from shoal.trainer.batch import (
+    BatchLayout,
+    Key,
+    MicroBatch,
+    TeacherStates,
+    TeacherTop,
+    TokenTerms,
+    pack,
+)
 from shoal.trainer.prompts import Encode, prepare
 from shoal.trainer.scorers import ModelScorer, TeacherDistributions
 
@@ -146,10 +154,14 @@ class Teachers:
         return cls(section, by_name, prompt_of)
 
     def pack(
-        self, groups: Sequence[Group], include: Iterable[int], **values: Any
+        self,
+        groups: Sequence[Group],
+        include: Iterable[int],
+        terms: TokenTerms,
+        layout: BatchLayout,
     ) -> list[MicroBatch]:
-        """Packs the groups numbered in `include` as `batch.pack` does, with its further arguments
-        `values`; each micro-batch has groups of one teacher, and its name."""
+        """Packs the groups numbered in `include` as `batch.pack` does; each micro-batch has groups
+        of one teacher, and its name."""
         members: dict[str, list[int]] = {name: [] for name in self.by_name}
         for number in include:
             members[teacher_of(groups[number].example, self.by_name)].append(number)
@@ -159,7 +171,7 @@ class Teachers:
         for name in taught:
             numbers = members[name]
             prompts = self._prompts(groups, numbers)
-            packed = pack(groups, numbers, teacher_prompts=prompts, **values)
+            packed = pack(groups, numbers, terms, layout, teacher_prompts=prompts)
             batches += [replace(batch, teacher=name) for batch in packed]
         return batches
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,16 @@ from shoal.protocols import Scorer
 from shoal.records import Group, NoiseKey, Params
 from shoal.runs.metrics import MetricSet
 from shoal.stop import StopSignal
-from shoal.trainer.batch import MicroBatch, Shape, TokenValues, pack, row_shapes, unpack
+from shoal.trainer.batch import (
+    BatchLayout,
+    MicroBatch,
+    Shape,
+    TokenTerms,
+    TokenValues,
+    pack,
+    row_shapes,
+    unpack,
+)
 from shoal.trainer.critic import Critic, StepValues
 from shoal.trainer.loss import LOAD, REROUTED, VALUES, make_objective
 from shoal.trainer.own_advantage import OwnAdvantage
@@ -155,7 +163,7 @@ class Updater:
     `critic` gives each token its advantage (`algorithm.advantage=gae`), and is trained too.
     `own_advantage` is the user's function that `algorithm.advantage` names; None if that is an
     estimator. `max_tokens` is the length of the longest completion, `longest` that of the longest
-    prompt with the longest completion, `max_support` the K of `pack`. With
+    prompt with the longest completion, `max_support` that of `BatchLayout`. With
     `replays_routes` the policy sends tokens to the experts that the sampler sent them to; other
     models choose experts of their own.
     """
@@ -355,32 +363,32 @@ class Updater:
             advantages = np.zeros_like(advantages)
             token_advantages = step_values.advantages
             targets = step_values.weighted(included)
-        return self._pack(
-            groups,
-            included,
+        terms = TokenTerms(
             advantages=advantages,
             weights=weights,
+            context_weights=context_weights,
             old_logprobs=old_logprobs,
             ref_logprobs=ref_logprobs,
             teacher_bonus=teacher_bonus,
-            context_weights=context_weights,
             token_advantages=token_advantages,
             targets=targets,
         )
+        return self._pack(groups, included, terms)
 
     def _pack(
-        self, groups: Sequence[Group], included: Sequence[int], **values: Any
+        self, groups: Sequence[Group], included: Sequence[int], terms: TokenTerms
     ) -> list[MicroBatch]:
-        """Packs the groups with the indices `included` into micro-batches, with `values` of their
-        tokens, which are arguments of `pack`. With teachers, all groups of a micro-batch have the
-        same teacher."""
-        values["shapes"] = self.shapes(groups)
-        values["temperature"] = self.temperature
-        values["max_support"] = self.max_support
-        values["route_shape"] = self._route_shape
+        """Packs the groups with the indices `included` into micro-batches. With teachers, all
+        groups of a micro-batch have the same teacher."""
+        layout = BatchLayout(
+            shapes=self.shapes(groups),
+            temperature=self.temperature,
+            max_support=self.max_support,
+            route_shape=self._route_shape,
+        )
         if self.teachers is None:
-            return pack(groups, included, **values)
-        return self.teachers.pack(groups, included, **values)
+            return pack(groups, included, terms, layout)
+        return self.teachers.pack(groups, included, terms, layout)
 
     def _context_weights(self, table: StepTable, group_indices: np.ndarray) -> np.ndarray:
         """Returns the weight of each token of context in an update, float[P, G] by completion: 1
@@ -421,7 +429,7 @@ class Updater:
         # KL in the reward is known.
         zeros = np.zeros_like(table.advantages)
         included = self._included(table, np.arange(len(groups)))
-        batches = self._pack(groups, included, advantages=zeros, weights=zeros)
+        batches = self._pack(groups, included, TokenTerms(advantages=zeros, weights=zeros))
         # The recorded experts are those of the policy: other models choose their own.
         reference_batches = [batch.with_own_routes() for batch in batches]
         critic_batches = []

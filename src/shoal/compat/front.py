@@ -29,17 +29,17 @@ from shoal.config.foreign import (
     FlagLine,
     FlagTexts,
     Group,
+    IdleKeys,
     KeyValues,
     Rule,
     Translation,
     Yielding,
 )
 from shoal.config.key import keys_of, shown, text_of
-from shoal.config.merge import FEW, MANY, PACKAGED, Merged, Resolved, with_origins
+from shoal.config.merge import PACKAGED, Merged, Resolved, with_origins
 from shoal.config.names import names_of
 from shoal.config.token import HUB_TOKEN_KEY
 from shoal.records import ShoalError
-from shoal.text import count
 
 if TYPE_CHECKING:
     from shoal.report.console import Console
@@ -275,7 +275,7 @@ def translate(config_type: type, layers: Sequence[Layer]) -> Translation:
     merged, errors_of_rules = _apply_rules(draft, merged, effects)
     errors += errors_of_rules
 
-    became: list[FlagLine] = []
+    became: list[FlagLine | IdleKeys] = []
     notes = _recipe_notes(config_type, layers, draft.uses)
     values, errors_of_values = merged.values_and_errors()
     if not errors and not errors_of_values:
@@ -645,18 +645,14 @@ def _owner(uses: Sequence[FlagUse], key: str) -> FlagUse:
 # ---- lines on what flags became
 
 
-def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[FlagLine]:
+def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[FlagLine | IdleKeys]:
     """Returns a line for each flag of the user's layers that has an effect: what it became. The
     lines are in the order of the flags. Left out are flags all of whose settings are overruled by
-    higher ones, and flags whose rule was not called. Flags of a command line that change nothing
-    for the same reason share the line of the first; all of a file that change nothing share one, at
-    the end. `values`: key -> final value."""
+    higher ones, and flags whose rule was not called. Flags that change nothing for the same reason
+    share a line; those of a file that change nothing, and need not be known at the start of a run,
+    share one at the end. `values`: key -> final value."""
     positions = _positions(merged)
     lines: list[FlagLine] = []
-    # (reason, whether it is a note) -> flags of the command line that change nothing, and the index
-    # of their line
-    without_effect: dict[tuple[str, bool], list[str]] = {}
-    place: dict[tuple[str, bool], int] = {}
     idle_names: dict[int, list[str]] = {}  # index of a file's layer -> flags that change nothing
     for effect in sorted(draft.effects, key=lambda effect: effect.last):
         layer_index, _ = effect.last
@@ -665,82 +661,74 @@ def _became(draft: Draft, merged: Merged, values: Mapping[str, Any]) -> list[Fla
             continue
         if not effect.applies:
             lines += _overruled_lines(effect, merged, positions)
-            continue
-        if not effect.settings and layer.file and not effect.has_line:
+        elif layer.file and not effect.settings and not effect.has_line:
             idle_names.setdefault(layer_index, []).extend(effect.flags)
-            continue
-        overruled = []
-        became = []
-        kept_texts = set()  # of the settings in `became`
-        for placed in effect.settings:
-            setting = placed.setting
-            position = positions[id(setting)]
-            highest = merged.in_effect.get(setting.key, -1)  # -1: no setting has a value
-            is_set = setting.value is not NO_VALUE
-            # A lower setting counts only for PROMPT_KEYS, or if this one has no value.
-            if highest > position or (is_set and highest != position):
-                overruled.append(setting)
-            elif is_set and _is_mentioned(position, merged, values):
-                kept_texts.add(text_of(setting.value))
-                became.append(f"{setting.key}={shown(values[setting.key]) or repr('')}")
-        if effect.settings and len(overruled) == len(effect.settings):
-            continue
-        reason = effect.meaning
-        # A rule's sentence is about all its keys, so it is used only if all settings count.
-        is_whole = all(setting.yields for setting in overruled)
-        if effect.reason is not None and is_whole:
-            reason = effect.reason
-        typed = [f"{name}={text}" for name, text in effect.flags.items()]
-        flags = ", ".join(typed)
-        is_note = effect.has_line or (bool(reason) and not effect.meaning)
-        if reason and not effect.settings and not layer.file:
-            sharing = without_effect.setdefault((reason, is_note), [])
-            sharing += typed
-            verb = "changes" if len(sharing) == 1 else "change"
-            line = FlagLine(
-                f"{', '.join(sharing)} {verb} nothing here: {reason}",
-                is_note,
-                flags=tuple(sharing),
-                is_idle=effect.reason is None,
-                system=effect.system,
-            )
-            index = place.setdefault((reason, is_note), len(lines))
-            lines[index : index + 1] = [line]
-            continue
-        verb = "changes" if len(typed) == 1 else "change"
-        line = f"{flags} {verb} nothing here"
-        if became:
-            line = f"{flags} became {', '.join(became)}"
-        is_ignored = not became and not reason
-        if is_ignored and effect.settings:
-            reason = "it is so anyway"  # its keys have the same values without it
-        if reason:
-            line += f": {reason}"
-        short = ""
-        if became and not reason:
-            keys = ", ".join(each.partition("=")[0] for each in became)
-            has_other_name_alone = kept_texts == set(effect.flags.values())
-            short = f"{flags} ({keys})" if has_other_name_alone else line
-        lines.append(
-            FlagLine(
-                line,
-                is_note or is_ignored,
-                short,
-                tuple(typed),
-                is_idle=not became and effect.reason is None,
-                system=effect.system,
-            )
-        )
+        else:
+            lines += _effect_lines(effect, merged, positions, values)
+    idle_keys = []
     for layer_index, names in idle_names.items():
         file = draft.typed[layer_index].file
         assert file is not None
-        verb = "changes" if len(names) == 1 else "change"
-        about = f"{file.name}: {count(len(names), 'key')} that {verb} nothing here"
-        brief = ""
-        if len(names) > MANY:
-            brief = f"{about}: {', '.join(names[:FEW])} and others (--dry-run names all)"
-        lines.append(FlagLine(f"{about}: {', '.join(names)}", is_note=True, brief=brief))
-    return lines
+        idle_keys.append(IdleKeys(file.name, names))
+    return [*_share_lines(lines), *idle_keys]
+
+
+def _effect_lines(
+    effect: Effect, merged: Merged, positions: Mapping[int, int], values: Mapping[str, Any]
+) -> list[FlagLine]:
+    """Returns the line about an effect, as a list; [] if higher settings overrule all its settings.
+    `positions`: as `_positions` returns them; `values`: key -> final value."""
+    overruled = []
+    settings = []
+    texts = set()  # of the values in `settings`, as set
+    for placed in effect.settings:
+        setting = placed.setting
+        position = positions[id(setting)]
+        highest = merged.in_effect.get(setting.key, -1)  # -1: no setting has a value
+        is_set = setting.value is not NO_VALUE
+        # A lower setting counts only for PROMPT_KEYS, or if this one has no value.
+        if highest > position or (is_set and highest != position):
+            overruled.append(setting)
+        elif is_set and _is_mentioned(position, merged, values):
+            texts.add(text_of(setting.value))
+            settings.append(f"{setting.key}={shown(values[setting.key]) or repr('')}")
+    if effect.settings and len(overruled) == len(effect.settings):
+        return []
+    # A rule's sentence is about all its keys, so it is used only if all settings count.
+    reason = effect.meaning
+    if effect.reason is not None and all(setting.yields for setting in overruled):
+        reason = effect.reason
+    is_unexplained = not settings and not reason
+    at_start = effect.has_line or is_unexplained or (bool(reason) and not effect.meaning)
+    if is_unexplained and effect.settings:
+        reason = "it is so anyway"  # its keys have the same values without it
+    line = FlagLine(
+        flags=tuple(f"{name}={text}" for name, text in effect.flags.items()),
+        settings=tuple(settings),
+        reason=reason,
+        at_start=at_start,
+        is_on_page=effect.reason is None,
+        system=effect.system,
+        has_same_values=texts == set(effect.flags.values()),
+    )
+    return [line]
+
+
+def _share_lines(lines: Sequence[FlagLine]) -> list[FlagLine]:
+    """Returns the lines, with one in place of several that change nothing for the same reason."""
+    shared: list[FlagLine] = []
+    places: dict[tuple[str, bool], int] = {}  # (reason, at_start) -> index of the line
+    for line in lines:
+        if line.settings or not line.reason:
+            shared.append(line)
+            continue
+        place = places.setdefault((line.reason, line.at_start), len(shared))
+        if place == len(shared):
+            shared.append(line)
+        else:
+            first = shared[place]
+            shared[place] = replace(first, flags=first.flags + line.flags)
+    return shared
 
 
 def _overruled_lines(
@@ -759,10 +747,10 @@ def _overruled_lines(
         return []
     if setting.key == "resume":
         return []  # the other is the folder that the flag was resolved to (`config_for_resume`)
-    flags = ", ".join(f"{name}={text}" for name, text in effect.flags.items())
+    flags = tuple(f"{name}={text}" for name, text in effect.flags.items())
     source = "" if other.name == setting.key else f", from {other.name},"
     reason = f"{setting.key}={text_of(other.value)}{source} counts"
-    return [FlagLine(f"{flags} changes nothing here: {reason}", is_note=True)]
+    return [FlagLine(flags, reason=reason, at_start=True)]
 
 
 def _is_mentioned(position: int, merged: Merged, final_values: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from shoal.config.commands import command_of
 from shoal.config.key import keys_of
+from shoal.text import count
 
 if TYPE_CHECKING:
     from shoal.config.arguments import Layer
@@ -132,22 +133,84 @@ class Flag:
         return any(key in keys or (command == "convert" and key in INSTEAD) for key in self.keys)
 
 
+MANY = 8
+FEW = 3
+"""If a preset sets more than MANY values, or if more than MANY keys of a file change nothing, the
+line at the start of a run shows only the first FEW of them."""
+
+
 @dataclass(frozen=True)
 class FlagLine:
-    """A line on what a flag became, or several that are read together.
+    """What became of a flag, or of several flags: a line of --dry-run.
 
-    >>> FlagLine("num_generations=4 became batch.group_size=4", False, short)
+    >>> FlagLine(("num_generations=4",), ("batch.group_size=4",)).text
+    'num_generations=4 became batch.group_size=4'
     """
 
-    text: str
-    is_note: bool  # True if the line is also shown at the start of a run
-    # For a flag without a meaning to explain: `num_generations=4 (batch.group_size)` if its value
-    # is the key's, else `text`. '' for other flags.
-    short: str = ""
-    flags: tuple[str, ...] = ()  # the flags as typed, `name=value`
-    is_idle: bool = False  # True if the flags change nothing, for the reason that their page has
+    flags: tuple[str, ...]  # as typed, `name=value`
+    settings: tuple[str, ...] = ()  # of Shoal's keys, `key=value`; (): the flags change nothing
+    reason: str = ""  # what the flags mean, or why they change nothing; "": nothing to explain
+    at_start: bool = False  # True if the line is also shown at the start of a run
+    # True if the page about the system's flags has the reason, so that the start of a run may leave
+    # it out.
+    is_on_page: bool = False
     system: str = ""  # the system of the flags, like `TRL`
-    brief: str = ""  # what the start of a run shows in place of a long `text`; '' shows `text`
+    has_same_values: bool = False  # True if the values of the settings are those of the flags
+
+    @property
+    def text(self) -> str:
+        """The whole line."""
+        flags = ", ".join(self.flags)
+        if self.settings:
+            text = f"{flags} became {', '.join(self.settings)}"
+        else:
+            verb = "changes" if len(self.flags) == 1 else "change"
+            text = f"{flags} {verb} nothing here"
+        return f"{text}: {self.reason}" if self.reason else text
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the flags change nothing, for a reason that their page has."""
+        return self.is_on_page and not self.settings
+
+    @property
+    def sets_keys_alone(self) -> bool:
+        """True if the flags set keys, and there is nothing to explain."""
+        return bool(self.settings) and not self.reason
+
+    @property
+    def short(self) -> str:
+        """The line of a flag that sets keys alone: `num_generations=4 (batch.group_size)` if the
+        values are the same, else the whole line."""
+        if not self.has_same_values:
+            return self.text
+        keys = ", ".join(setting.partition("=")[0] for setting in self.settings)
+        return f"{', '.join(self.flags)} ({keys})"
+
+
+@dataclass(frozen=True)
+class IdleKeys:
+    """Keys of a file of another system that change nothing, all in one line."""
+
+    file_name: str
+    names: Sequence[str]
+
+    @property
+    def text(self) -> str:
+        """The whole line."""
+        return f"{self._about}: {', '.join(self.names)}"
+
+    @property
+    def brief(self) -> str:
+        """The line for the start of a run, which leaves out most of many names."""
+        if len(self.names) <= MANY:
+            return self.text
+        return f"{self._about}: {', '.join(self.names[:FEW])} and others (--dry-run names all)"
+
+    @property
+    def _about(self) -> str:
+        verb = "changes" if len(self.names) == 1 else "change"
+        return f"{self.file_name}: {count(len(self.names), 'key')} that {verb} nothing here"
 
 
 @dataclass(frozen=True)
@@ -158,7 +221,7 @@ class Translation:
     layers: Sequence[Layer]
     errors: Sequence[str]  # of all settings, also those of Shoal's own keys
     notes: Sequence[str] = ()  # lines to print at the start
-    became: Sequence[FlagLine] = ()
+    became: Sequence[FlagLine | IdleKeys] = ()
     """If there are no errors: a line for each flag in the user's layers, with what it became."""
 
 

@@ -33,7 +33,15 @@ from shoal.config.arguments import (
     read_arguments,
 )
 from shoal.config.commands import command_of, dataclass_of
-from shoal.config.foreign import FlagLine, Translation, data_read_once, front_end
+from shoal.config.foreign import (
+    FEW,
+    MANY,
+    FlagLine,
+    IdleKeys,
+    Translation,
+    data_read_once,
+    front_end,
+)
 from shoal.config.key import (
     build,
     convert_value,
@@ -555,12 +563,6 @@ def with_origins(message: str, origins: Mapping[str, str]) -> str:
     return f"{message} ({', '.join(mentioned)})"
 
 
-MANY = 8
-FEW = 3
-"""If a preset sets more than MANY values, or if more than MANY keys of a file change nothing, the
-line at the start of a run shows only the first FEW of them."""
-
-
 @dataclass(frozen=True)
 class Resolved:
     """A configuration together with where each of its values came from."""
@@ -657,7 +659,7 @@ def load(
     return config, resolved
 
 
-def _flag_lines(became: Sequence[FlagLine]) -> list[str]:
+def _flag_lines(became: Sequence[FlagLine | IdleKeys]) -> list[str]:
     """Returns the lines about flags of other systems at the start of a run: one for each flag that
     acts in a way to explain, then one for all that change nothing, then one for all that only set
     keys. A flag that alone changes nothing keeps its reason; of more than MANY flags that set keys
@@ -666,11 +668,13 @@ def _flag_lines(became: Sequence[FlagLine]) -> list[str]:
     idle = []
     setting_keys = []
     for line in became:
-        if line.is_note and line.is_idle:
+        if isinstance(line, IdleKeys):
+            lines.append(line.brief)
+        elif line.at_start and line.is_idle:
             idle.append(line)
-        elif line.is_note:
-            lines.append(line.brief or line.text)
-        elif line.short:
+        elif line.at_start:
+            lines.append(line.text)
+        elif line.sets_keys_alone:
             setting_keys.append(line)
     if len(idle) == 1:
         lines.append(idle[0].text)

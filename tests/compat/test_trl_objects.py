@@ -291,6 +291,7 @@ def test_trls_recipe_has_its_epochs_and_no_evaluation(tmp_path):
         ("recipe=trl", "eval_strategy=epoch", 10, 500),
         ("recipe=trl", "eval_strategy=epoch num_iterations=2", 10, 500),
         ("recipe=trl", "eval_strategy=steps", 10, 500),  # TRL's logging_steps
+        ("recipe=trl", "eval_strategy=steps eval_steps=0", 10, 500),  # as if it were not given
         ("recipe=trl", "eval_strategy=steps num_iterations=2", 5, 500),
         ("recipe=trl", "eval_strategy=steps eval_steps=3", 3, 500),
         ("recipe=trl", "eval_strategy=no eval_steps=3", -1, 500),

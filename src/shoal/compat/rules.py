@@ -640,6 +640,8 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
             continue
         text = given.get(strategy_flag, "steps").lower()
         saves = key == "checkpoint.every"
+        # As in transformers, 0 updates between evaluations count as not given.
+        has_number = steps_flag in given and (saves or given[steps_flag] != "0")
         strategies = TRL_SAVE_STRATEGIES if saves else TRL_STRATEGIES
         strategy = value_of_option(strategy_flag, text, strategies)
         if strategy == "no" or (not saves and given.get(steps_flag) == "-1"):
@@ -661,11 +663,11 @@ def trl_counts(given: FlagTexts, get: GetValue) -> tuple[KeyValues, Sentence]:
             if get("checkpoint.keep_last") == 0:  # TRL's default of save_total_limit keeps all
                 values["checkpoint.keep_last"] = "1"
             reasons.append("each evaluated step is saved, and the best of them kept, and the last")
-        elif steps_flag in given:
+        elif has_number:
             updates = _whole_updates(steps_flag, given, get)
             values[key] = _steps_of(steps_flag, updates, 0, get)
             reasons.append(_counted_in_updates(steps_flag, updates, get))
-        elif not saves and get(key) == -1:
+        elif not saves and (steps_flag in given or get(key) == -1):
             values[key] = _steps_of(steps_flag, str(TRL_LOGGING_STEPS), 0, get)
             reasons.append(f"without eval_steps after each {TRL_LOGGING_STEPS} updates")
         else:

@@ -199,26 +199,7 @@ class Run:
                 self.call_back_after_save(version, state)
             if self.after_step:
                 self.after_step(step, metrics)
-        if last < self.config.steps:
-            # Saved before it is published, as the run ends here and its weights must not be lost.
-            if self.saved != last:
-                self.save(last, state)
-                self.call_back_after_save(last, state)
-            self.publish(last, state.trainable)
-        # The last version is saved already: a kill from here on loses this evaluation alone.
-        if self.callbacks.stopped_by and self.evaluation_requested(last):
-            # An evaluation made a callback stop the run: it stays the one of this version.
-            self.record_finished_evaluations(last, state, complete=True)
-        else:
-            self.evaluate(last, state, complete=True)
-        self.store_resume_settings()
-        self.checkpoints.finish()
-        self.check_frozen(state)
-        best = None
-        if self.config.checkpoint.keep_best:
-            ranked = self.checkpoints.ranked(self.recorder.scores())  # the best last
-            best = ranked[-1] if ranked else None
-        return self.recorder.finish(last, best)
+        return self.finish(last, state)
 
     def begin(self) -> tuple[TrainState, int]:
         """Returns the trainer's state and the first step to run, of a new or a resumed run, once
@@ -303,6 +284,31 @@ class Run:
         if lacks_evaluation and not self.ends_at(version):
             self.evaluate(version, state)
         return state, version
+
+    def finish(self, last: int, state: TrainState) -> Summary:
+        """Ends the run at the version `last`, which `state` has: saves it if it is earlier than the
+        configuration says, evaluates it, waits until all is written, and returns the summary.
+        RuntimeError if the frozen weights have changed."""
+        if last < self.config.steps:
+            # Saved before it is published, as the run ends here and its weights must not be lost.
+            if self.saved != last:
+                self.save(last, state)
+                self.call_back_after_save(last, state)
+            self.publish(last, state.trainable)
+        # The last version is saved already: a kill from here on loses this evaluation alone.
+        if self.callbacks.stopped_by and self.evaluation_requested(last):
+            # An evaluation made a callback stop the run: it stays the one of this version.
+            self.record_finished_evaluations(last, state, complete=True)
+        else:
+            self.evaluate(last, state, complete=True)
+        self.store_resume_settings()
+        self.checkpoints.finish()
+        self.check_frozen(state)
+        best = None
+        if self.config.checkpoint.keep_best:
+            ranked = self.checkpoints.ranked(self.recorder.scores())  # the best last
+            best = ranked[-1] if ranked else None
+        return self.recorder.finish(last, best)
 
     def note_incomparable_scores(self, version: int) -> None:
         """Prints a line if the run, resumed from the checkpoint of `version` with another reward,

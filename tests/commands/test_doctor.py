@@ -51,7 +51,7 @@ from shoal.config.merge import compose
 from shoal.config.sections.devices import MeshSection
 from shoal.config.sections.model import ModelSection
 from shoal.config.train import Config
-from shoal.findings import Findings
+from shoal.findings import Finding, Findings
 from shoal.job import memory as memory_module
 from shoal.job.out_of_memory import explain_out_of_memory
 from shoal.job.step_trial import ResidentPeak, array_bytes, children_bytes
@@ -63,7 +63,6 @@ from shoal.report.console import Console
 from shoal.rewards.loading import name_functions
 from shoal.rewards.pool import RewardPool
 from shoal.tasks.builtin_rewards import think_format_reward
-from shoal.trainer.prompts import TokenizedExample
 from shoal.weights.source import resolve_model
 
 REWARDS = """
@@ -831,13 +830,23 @@ def test_only_more_for_a_repeated_answer_is_an_incentive_and_as_much_for_a_guess
     assert (finding.level, told in finding.text) == ("warning" if told else "ok", True)
 
 
+def found_before_a_run(
+    config: Config, tokenizer: Tokenizer, rows: Sequence[Example], judge: RewardPool
+) -> list[Finding]:
+    """What a run finds about its rewards: on the first of the rows, and on others if needed."""
+
+    def encode(example: Example) -> Any:
+        return tokenizer.encode_prompt(example.prompt)
+
+    make = model_text_maker(tokenizer, encode)
+    return check_first_prompts(config, {"": rows[0]}, rows, make, judge)
+
+
 def test_the_brief_says_what_the_reward_says(workshop):
     config, _ = compose("train", ["reward.workers=0"])
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
     judge = RewardPool(task.rewards, config.reward)
-    example = task.train[0]
-    first = TokenizedExample(example, tokenizer.encode_prompt(example.prompt))
-    found = check_first_prompts(config, tokenizer, {"": first}, judge)
+    found = found_before_a_run(config, tokenizer, task.train[:1], judge)
     judge.close()
     assert [(finding.level, finding.text) for finding in found] == [
         ("ok", "right 1.1, wrong 0.1, empty 0, repeated 0, many at once 0")
@@ -848,12 +857,11 @@ def test_a_number_that_chooses_groups_is_one_that_a_function_logs(workshop):
     words = ["reward.workers=0", "algorithm.dynamic_sampling=true"]
     config, _ = compose("train", [*words, "algorithm.dynamic_sampling_by=pass_rate"])
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
-    first = TokenizedExample(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
     with (
         RewardPool(task.rewards, config.reward) as judge,
         pytest.raises(ShoalError, match="dynamic_sampling_by=pass_rate: no reward function gives"),
     ):
-        check_first_prompts(config, tokenizer, {"": first}, judge)
+        found_before_a_run(config, tokenizer, task.train[:1], judge)
 
 
 def in_brief(workshop, name: str, *changes: str) -> list[str]:
@@ -862,10 +870,9 @@ def in_brief(workshop, name: str, *changes: str) -> list[str]:
         "train", ["reward.workers=0", f"reward={workshop.folder}/probed.py:{name}", *changes]
     )
     task, tokenizer = load_task(config.task, config.reward), Tokenizer.load(workshop.model)
-    first = TokenizedExample(task.train[0], tokenizer.encode_prompt(task.train[0].prompt))
     with RewardPool(task.rewards, config.reward) as judge:
         result = []
-        for f in check_first_prompts(config, tokenizer, {"": first}, judge):
+        for f in found_before_a_run(config, tokenizer, task.train[:1], judge):
             if f.level == "warning":
                 result.append(f.text)
         return result
@@ -981,11 +988,48 @@ def test_a_reward_of_form_alone_is_not_said_to_score_all_texts_the_same(workshop
     config, _ = compose("train", ["reward.workers=0"])
     tokenizer = Tokenizer.load(workshop.model)
     prompt = [{"role": "user", "content": "Describe a lamp in one sentence."}]
-    first = TokenizedExample(Example(0, prompt, {}), tokenizer.encode_prompt(prompt))
 
     def levels(function) -> list[str]:
         with RewardPool(name_functions([function], ()), config.reward) as pool:
-            return [one.level for one in check_first_prompts(config, tokenizer, {"": first}, pool)]
+            rows = [Example(0, prompt, {})]
+            return [one.level for one in found_before_a_run(config, tokenizer, rows, pool)]
 
     assert levels(judge) == ["ok"]
     assert levels(lambda completions, **kwargs: [0.5] * len(completions)) == ["ok", "warning"]
+
+
+@pytest.mark.parametrize("has_gold", [True, False])
+def test_a_function_that_scores_some_rows_only_is_not_called_silent(workshop, has_gold):
+    """The first row's kind decided: a function that returned None for it, as the rewards of several
+    tasks do in TRL, was said to give no number for any answer."""
+
+    def for_kind(kind):
+        def judge(completions, column, **kwargs):
+            scores = []
+            for completion, of_row in zip(completions, column, strict=True):
+                score = min(1.0, len(completion[0]["content"]) / 99)
+                scores.append(score if of_row == kind else None)
+            return scores
+
+        judge.__name__ = f"of_{kind or 'none'}"
+        return judge
+
+    config, _ = compose("train", ["reward.workers=0"])
+    tokenizer = Tokenizer.load(workshop.model)
+    rows = []
+    for number in range(6):
+        columns = {"column": "code" if number == 5 else "math"}
+        if has_gold:
+            columns["answer"] = str(number)
+        rows.append(Example(number, [{"role": "user", "content": "What?"}], columns))
+
+    def warnings(*kinds: str) -> list[str]:
+        chosen = name_functions([for_kind(kind) for kind in kinds])
+        with RewardPool(chosen, config.reward) as pool:
+            found = found_before_a_run(config, tokenizer, rows, pool)
+        return [one.text for one in found if "no number" in one.text]
+
+    assert warnings("math", "code") == []
+    assert warnings("code") == []
+    [text] = warnings("math", "code", "")
+    assert text.startswith("of_none gave no number for any answer tried")

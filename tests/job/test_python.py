@@ -488,6 +488,7 @@ def test_a_table_of_metrics():
         row["step"] for row in table
     ] == [1, 2]
     assert "kl" in table and "loss" not in table
+    assert dict(table) == dict(table.items()) == table.columns
     frame = table.to_pandas()
     assert list(frame.columns) == list(table.columns) and frame["reward/mean"].mean() == 0.625
     with pytest.raises(

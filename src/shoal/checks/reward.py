@@ -26,7 +26,6 @@ from shoal.tasks.graders.answer import extract_answer
 from shoal.tasks.graders.numbers import parse_number
 from shoal.text import shorten
 from shoal.trainer.dynamic_sampling import check_logged
-from shoal.trainer.prompts import TokenizedExample
 
 KINDS = ("right", "wrong", "empty", "repeated", "many at once")
 """Kinds of known answers. `repeated`: the right answer REPEATS times; `many at once`: several wrong
@@ -41,6 +40,9 @@ FORMS = {
 }
 """Form -> templates of a completion, and of the part of it that holds the answer."""
 NUM_EXAMPLES = 3
+OTHER_EXAMPLES = 16
+"""Most further examples to try a function on that gave no number for the first ones: a function may
+score some rows only."""
 REPEATS = 8
 _ANY_ANSWER = "42"
 """Used as the right answer if the data has none."""
@@ -72,12 +74,24 @@ class Probe:
     # reward wants, and what that costs.
     lost: str = ""
     logged: tuple[str, ...] = ()  # names of the columns that the functions logged (`log_extra`)
+    # Functions that gave a number for another example alone, whose score is not in `rows`.
+    scored_elsewhere: tuple[str, ...] = ()
 
     @property
     def functions(self) -> list[str]:
         """Names of the reward functions."""
         first_row = next(iter(self.rows.values()))
         return [name for name in first_row if name != "total"]
+
+    @property
+    def silent(self) -> list[str]:
+        """Names of the functions that gave no number for any answer to any example."""
+        silent = []
+        for name in self.functions:
+            has_number = any(not np.isnan(row[name]) for row in self.rows.values())
+            if not has_number and name not in self.scored_elsewhere:
+                silent.append(name)
+        return silent
 
     def total(self, kind: str) -> float:
         """Returns the weighted score of the answers of a kind (one of KINDS); NaN if they got no
@@ -281,10 +295,13 @@ def probe(
     examples: Sequence[Example],
     to_model_text: MakeModelText,
     on_error: Policy | None = None,
+    others: Sequence[Example] = (),
 ) -> Probe:
     """Scores the known answers of the first NUM_EXAMPLES examples, as a model would write them, and
     returns their mean scores, in the form of FORMS that suits the reward best. If the data has no
     right answer for one of the examples, some texts are tried on the first (`texts_without_gold`).
+    A function that gave no number for any of these is tried on at most OTHER_EXAMPLES of the
+    `others`, one after the other, until it gives one.
     If a function exceeds its time limit, the result has `stopped`: the means of answers that were
     not tried are NaN, and `lost` is ''.
 
@@ -297,22 +314,12 @@ def probe(
         examples = examples[:1]
         known = [texts_without_gold(examples[0])]
     keys = list(known[0])  # (form, kind)
-    texts = []
-    ids = []
-    for example, texts_of_example in zip(examples, known, strict=True):
-        texts.append([])
-        ids.append([])
-        for key in keys:
-            completion = to_model_text(example, texts_of_example[key])
-            texts[-1].append(completion.text)
-            ids[-1].append(completion.ids)
-    names = [answer_name(form, kind) for form, kind in keys]
-    scores = score(pool, examples, texts, ids, on_error, trial=names)
+    scores = score_known(pool, examples, known, to_model_text, on_error)
 
     columns = {"total": scores.rewards, **scores.components}
     means: dict[tuple[str, str], dict[str, float]] = {}
     for position, key in enumerate(keys):  # values: [examples, keys]
-        means[key] = {name: float(np.mean(values[:, position])) for name, values in columns.items()}
+        means[key] = {name: _mean(values[:, position]) for name, values in columns.items()}
 
     def worth(form: str) -> tuple[bool, float, float]:
         """Returns a sort key, larger for a form that suits the reward better, by these in turn:
@@ -346,7 +353,7 @@ def probe(
         if np.isnan(scores.components[function][:, right_positions]).all():
             useless.append(text)
     stopped = any(failure.kind == "timed out" for failure in scores.failures)
-    return Probe(
+    tried = Probe(
         form=best,
         rows=rows,
         texts=first_texts,
@@ -356,6 +363,59 @@ def probe(
         lost="" if stopped else lost_in_decoding(pool, examples, to_model_text),
         logged=tuple(scores.extra),
     )
+    if tried.failures or not tried.silent:
+        return tried
+    scored = _functions_that_score(pool, others, to_model_text, tried.silent)
+    return replace(tried, scored_elsewhere=tuple(scored))
+
+
+def _mean(scores: np.ndarray) -> float:
+    """Returns the mean of the scores that are there; NaN if none is."""
+    there = scores[~np.isnan(scores)]
+    return float(there.mean()) if there.size else float("nan")
+
+
+def _functions_that_score(
+    pool: RewardPool,
+    examples: Sequence[Example],
+    to_model_text: MakeModelText,
+    functions: Sequence[str],
+) -> list[str]:
+    """Returns the names out of `functions` that give a number for some answer to one of the first
+    OTHER_EXAMPLES examples. Stops at the first answer that a function fails for: a run reports
+    it."""
+    found: list[str] = []
+    for example in examples[:OTHER_EXAMPLES]:
+        known = known_answers(example) or texts_without_gold(example)
+        scores = score_known(pool, [example], [known], to_model_text, "skip")
+        if scores.failures:
+            break
+        for name in functions:
+            if name not in found and not np.isnan(scores.components[name]).all():
+                found.append(name)
+        if len(found) == len(functions):
+            break
+    return found
+
+
+def score_known(
+    pool: RewardPool,
+    examples: Sequence[Example],
+    known: Sequence[Mapping[tuple[str, str], str]],
+    to_model_text: MakeModelText,
+    on_error: Policy | None,
+) -> Scores:
+    """Returns the scores of known answers, arrays [examples, answers]. `known`: those of each
+    example, as `known_answers` returns them, with the same keys for all; `on_error`: that of
+    `probe`."""
+    texts = []
+    ids = []
+    for example, texts_of_example in zip(examples, known, strict=True):
+        completions = [to_model_text(example, text) for text in texts_of_example.values()]
+        texts.append([completion.text for completion in completions])
+        ids.append([completion.ids for completion in completions])
+    names = [answer_name(form, kind) for form, kind in known[0]]
+    return score(pool, examples, texts, ids, on_error, trial=names)
 
 
 def lost_in_decoding(
@@ -450,15 +510,11 @@ def reward_findings(probe: Probe, has_calls: bool = False) -> list[Finding]:
         faults.append(("warning", text))
     if probe.lost:
         faults.append(("warning", probe.lost))
-    silent = []
-    for name in probe.functions:
-        if all(np.isnan(row[name]) for row in probe.rows.values()):
-            silent.append(name)
-    if silent:
-        level: Level = "wrong" if len(silent) == len(probe.functions) else "warning"
+    if probe.silent:
+        level: Level = "wrong" if len(probe.silent) == len(probe.functions) else "warning"
         text = (
-            f"{', '.join(silent)} gave no number for any answer tried, so nothing is learned from "
-            "it: return a number, or set reward.functions to others"
+            f"{', '.join(probe.silent)} gave no number for any answer tried, so nothing is learned "
+            "from it: return a number, or set reward.functions to others"
         )
         faults.append((level, text))
     faults += _faults_of_totals(probe)
@@ -526,14 +582,16 @@ def _figures_of_totals(probe: Probe) -> list[Figure]:
 
 def check_first_prompts(
     config: Config,
-    tokenizer: Tokenizer,
-    prompts: Mapping[str, TokenizedExample],
+    firsts: Mapping[str, Example],
+    others: Sequence[Example],
+    to_model_text: MakeModelText,
     pool: RewardPool,
     has_calls: bool = False,
 ) -> list[Finding]:
-    """Tries the reward on known answers before each run. `prompts`: one prompt of each data source,
-    by its name. Returns for each an `ok` finding with the scores, and warnings, which name the
-    source if there are several; nothing if the algorithm uses no rewards.
+    """Tries the reward on known answers before each run. `firsts`: one row of each data source, by
+    its name; `others`: further rows, for functions that give no number for these. Returns for each
+    source an `ok` finding with the scores, and warnings, which name the source if there are
+    several; nothing if the algorithm uses no rewards.
 
     A reward that fails for some answers is a warning. If a function exceeds its time limit, this
     warning is the last finding. ShoalError if it cannot work: it breaks the convention, fails for
@@ -543,10 +601,9 @@ def check_first_prompts(
     if not config.algorithm.uses_rewards:
         return []
     findings: list[Finding] = []
-    for source, prompt in prompts.items():
-        where = f"{DATA_SOURCE} {source}: " if len(prompts) > 1 else ""
-        to_model_text = model_text_maker(tokenizer, lambda _, prompt=prompt: prompt.prompt_ids)
-        tried = probe(pool, [prompt.example], to_model_text, on_error="skip")
+    for source, example in firsts.items():
+        where = f"{DATA_SOURCE} {source}: " if len(firsts) > 1 else ""
+        tried = probe(pool, [example], to_model_text, on_error="skip", others=others)
         findings += _findings_of_prompt(config, tried, where, has_calls)
         if tried.stopped:  # the function would take as long for the other prompts
             break

@@ -24,12 +24,19 @@ from shoal.budget.memory import (
     parameter_count,
 )
 from shoal.checks.inputs import set_sizes
-from shoal.checks.reward import ModelText, model_text_maker, probe, reward_findings, score_text
+from shoal.checks.reward import (
+    OTHER_EXAMPLES,
+    ModelText,
+    model_text_maker,
+    probe,
+    reward_findings,
+    score_text,
+)
 from shoal.checks.settings import check_lr_for_size
 from shoal.config.commands import DoctorConfig
 from shoal.config.derived import evaluation_completions, price_per_hour
 from shoal.findings import Finding, Findings
-from shoal.job.job import Job
+from shoal.job.job import Job, spread_rows
 from shoal.job.memory import job_budget, judge_memory, teachers_of
 from shoal.job.out_of_memory import explain_out_of_memory
 from shoal.job.step_trial import (
@@ -136,7 +143,8 @@ def check_reward(job: Job) -> list[dict[str, Any]] | None:
         sample = model_text_maker(job.tokenizer, job.encode)
     probed = None
     with job.findings.of("reward", "reward.functions").errors():
-        probed = probe(job.reward_pool, examples, sample)
+        others = spread_rows(data.train, OTHER_EXAMPLES)
+        probed = probe(job.reward_pool, examples, sample, others=others)
     if probed is None:
         return None
     title = f"reward of answers as {probed.form}" if probed.form else "reward"

@@ -34,6 +34,7 @@ from shoal.chat.tokenizer_files import read_date
 from shoal.checks.inputs import check_devices, check_prompts, check_tokenizer, open_prompts
 from shoal.checks.reward import (
     DATA_SOURCE,
+    OTHER_EXAMPLES,
     check_first_prompts,
     lost_in_decoding,
     model_text_maker,
@@ -890,38 +891,26 @@ class Job(StagedJob):
             return []
         findings = check_first_prompts(
             self.config,
-            self.tokenizer,
-            self._prompts_by_source(),
+            self._examples_by_source(),
+            spread_rows(self.loaded_task.train, OTHER_EXAMPLES),
+            model_text_maker(self.tokenizer, self.encode),
             self.reward_pool,
             has_calls=bool(self.loaded_task.tools),
         )
         self.findings.extend(findings)
         return findings
 
-    def _prompts_by_source(self) -> dict[str, TokenizedExample]:
-        """Returns the first prompt of the run, and one of each other data source that is among
-        SOURCE_ROWS rows spread over the training data, by the source's name; at most MOST_SOURCES
-        of them."""
-        first = self.first_prompt
-        rows = self.loaded_task.train
-
-        def source_of(example: Example) -> str:
-            return str(example.columns.get(DATA_SOURCE) or "")
-
-        prompts = {source_of(first.example): first}
-        num_rows = min(SOURCE_ROWS, len(rows))
-        for number in np.linspace(0, len(rows) - 1, num_rows).astype(int).tolist():
-            example = rows[number]
-            source = source_of(example)
-            if len(prompts) == MOST_SOURCES:
-                break
-            if source in prompts:
-                continue
-            try:
-                prompts[source] = TokenizedExample(example, self.encode(example))
-            except ShoalError:
-                continue  # the template refuses this prompt; another check reports it
-        return prompts
+    def _examples_by_source(self) -> dict[str, Example]:
+        """Returns the first prompt's row of the run, and one of each other data source that is
+        among SOURCE_ROWS rows spread over the training data, by the source's name; at most
+        MOST_SOURCES of them."""
+        rows = spread_rows(self.loaded_task.train, SOURCE_ROWS)
+        by_source: dict[str, Example] = {}
+        for example in [self.first_prompt.example, *rows]:
+            source = str(example.columns.get(DATA_SOURCE) or "")
+            if len(by_source) < MOST_SOURCES:
+                by_source.setdefault(source, example)
+        return by_source
 
     @stage(
         "reward",
@@ -1380,6 +1369,13 @@ class Job(StagedJob):
             return self.model_source.load(self.roles.sampler, self.model.dtype)
         source = model_source or self.model_source
         return source.load(self.roles.trainer, np.float32, self.model.dtype, self.requested.seed)
+
+
+def spread_rows(rows: Sequence[Example], most: int) -> list[Example]:
+    """Returns at most `most` rows, from the first to the last, with equal distances between
+    them."""
+    numbers = np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int)
+    return [rows[number] for number in numbers]
 
 
 def _devices_text(role: Role) -> str:

@@ -7,7 +7,7 @@ import html
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,14 @@ class Table:
     def get(self, name: str, default: Any = None) -> Any:
         """Returns the values of a column, one a row; `default` if there is no such column."""
         return self.columns.get(name, default)
+
+    def keys(self) -> KeysView[str]:
+        """Returns the names of the columns; with it `dict(table)` is name -> values."""
+        return self.columns.keys()
+
+    def items(self) -> ItemsView[str, list[Any]]:
+        """Returns the columns as (name, values) pairs."""
+        return self.columns.items()
 
     def __contains__(self, name: object) -> bool:
         return name in self.columns

@@ -338,12 +338,12 @@ def _task_of_data(
 
 def _with_functions_named(config: Any, functions: Sequence[Callable]) -> Any:
     """Returns a configuration whose reward.functions are the names of the reward functions given
-    from Python, so that the run's folder shows that there were some. Unchanged if there were
-    none."""
+    from Python, so that the run's folder shows that there were some. Unchanged if there were none,
+    or if it names them already, because other functions are given by name."""
     from shoal.config.keywords import FROM_PYTHON
     from shoal.rewards.loading import name_functions
 
-    if not functions:
+    if not functions or config.reward.functions:
         return config
     names = tuple(f"{FROM_PYTHON}{function.name}" for function in name_functions(functions))
     return replace(config, reward=replace(config.reward, functions=names))

@@ -737,7 +737,6 @@ def test_python_shares_presets_and_errors(tmp_path):
         ({"tools": [None]}, r"tools=\[None\]"),
         ({"reward": [None]}, r"reward=\[None\]"),
         ({"stop": {"a": None}}, "stop"),
-        ({"reward": [reward_one, "a.py:f"]}, "not both"),
     ]:
         with pytest.raises(ShoalError, match=message):
             from_overrides(Config, **bad)

@@ -29,7 +29,7 @@ from shoal.config.sections.reward import RewardSection
 from shoal.config.sections.task import TaskSection
 from shoal.config.train import Config
 from shoal.job.cache import cache_by_configuration
-from shoal.job.task import load_task, task_of_data
+from shoal.job.task import given_rewards, load_task, task_of_data
 from shoal.records import ground_truth
 from shoal.runs.card import _command
 from shoal.runs.lines import Summary
@@ -342,6 +342,27 @@ def test_a_run_whose_data_or_reward_came_from_python_says_so():
     assert [reward.name for reward in load_task(TaskSection(), section, (ones,)).rewards] == [
         "ones"
     ]
+
+
+def test_functions_and_names_may_be_mixed_in_one_list():
+    """TRL takes functions and names of models in one list."""
+
+    def ones(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    mixed = ["think_format_reward", ones, "think_format_reward"]
+    config, _, functions = from_overrides(Config, reward_funcs=mixed, reward_weights=[1, 2, 3])
+    names = ("think_format_reward", "python:ones", "think_format_reward")
+    assert config.reward.functions == names and functions == (ones,)
+    given = given_rewards(config.reward, functions)
+    assert [(one.name, one.weight) for one in given] == [
+        ("think_format_reward", 1.0),
+        ("ones", 2.0),
+        ("think_format_reward_2", 3.0),
+    ]
+    again = r"reward=\['think_format_reward', ones, 'think_format_reward'\]"
+    with pytest.raises(shoal.ShoalError, match=again):
+        given_rewards(config.reward)
 
 
 # ---- a dry run

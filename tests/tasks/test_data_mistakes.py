@@ -354,6 +354,15 @@ def test_prompts_that_are_all_too_long() -> None:
         stream.next(2)
 
 
+def test_prompts_that_the_template_refuses_are_not_said_to_be_too_long() -> None:
+    def refuses(prompt):
+        raise ShoalError("the chat template has no place for tools")
+
+    stream = PromptStream(rows_task(GOOD).train, refuses, 0, 8)
+    with pytest.raises(ShoalError, match=r"of the data can be used; .*has no place for tools"):
+        stream.next(2)
+
+
 def test_lines_are_json_each_with_its_number(tmp_path: Path) -> None:
     odd = [
         b'{"prompt": "a\xe2\x80\xa8b"}',

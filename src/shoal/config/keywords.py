@@ -20,12 +20,11 @@ def read_keywords(
     config_type: type, overrides: Mapping[str, Any]
 ) -> tuple[Arguments, tuple[Callable[..., Any], ...]]:
     """Returns keyword arguments as Arguments, and the reward functions that were given as
-    callables, () if there are none. If there are some, the setting of `reward` is an empty list.
+    callables, () if there are none. If all are callables, the setting of `reward` is an empty list.
     Values become texts or lists of texts, and None stays None; dotted names, names joined by `__`
     and nested dicts mean the same. `config_name` becomes a field of Arguments. Tools, environments
     and rollout functions are registered in PYTHON_OBJECTS, for which a new call begins. Raises
-    ShoalError for a value that `python_leaves` refuses, or if `reward` has both functions and
-    names."""
+    ShoalError for a value that `python_leaves` refuses."""
     overrides = dict(overrides)
     config_name = str(overrides.pop("config_name", None) or "")
     settings: list[Setting] = []
@@ -109,20 +108,24 @@ def nested_names(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _take_callables(value: Any) -> tuple[list[Any], tuple[Callable[..., Any], ...]]:
-    """Splits the value of `reward` into (names, callables), one of which is empty; ShoalError if
-    both kinds are given. A single value counts as a list of one."""
+    """Splits the value of `reward`, of which a single one counts as a list of one, into (names,
+    callables). If both kinds are given, the names contain one like `python:f` for each callable, so
+    that the order is kept; if all are callables, there are no names."""
     items = [value]
     if isinstance(value, list | tuple):
         items = list(value)
     functions = tuple(item for item in items if callable(item))
-    if functions and len(functions) < len(items):
-        raise ShoalError(
-            f"reward={value!r}: expected functions, or names of the form file.py:function, not "
-            "both: import the named ones and give them as functions"
-        )
-    if functions:
+    if len(functions) == len(items):
         return [], functions
-    return items, ()
+    names = []
+    for item in items:
+        names.append(f"{FROM_PYTHON}{_name_of(item)}" if callable(item) else item)
+    return names, functions
+
+
+def _name_of(value: Any) -> str:
+    """Returns the name of a function or class; of any other object that of its class."""
+    return getattr(value, "__name__", type(value).__name__)
 
 
 # ---- objects
@@ -229,6 +232,4 @@ def register_object(value: Any, name: str = "") -> Any:
     or if it has none, that of its class."""
     if isinstance(value, str):
         return value
-    if not name:
-        name = getattr(value, "__name__", type(value).__name__)
-    return PYTHON_OBJECTS.add(value, f"{FROM_PYTHON}{name}")
+    return PYTHON_OBJECTS.add(value, f"{FROM_PYTHON}{name or _name_of(value)}")

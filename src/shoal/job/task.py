@@ -142,20 +142,27 @@ def with_rewards(
 def given_rewards(
     reward: RewardSection, functions: Sequence[Callable[..., Any]] = ()
 ) -> tuple[RewardFunction, ...]:
-    """Returns the reward functions of `reward.functions`, then those passed from Python
-    (`functions`), with the weights of `reward.weights`; empty if none are given. A name of
-    `reward.functions` that stands for a function from Python is left out, because `functions` has
-    it. ShoalError if a function is missing, also if a stored configuration names one from Python
-    and it was not passed again."""
-    files = named_functions(reward)
-    if len(files) < len(reward.functions) and not functions:
-        names = ", ".join(spec.removeprefix(FROM_PYTHON) for spec in reward.functions)
+    """Returns the reward functions of `reward.functions`, in their order, with the weights of
+    `reward.weights`; () if none are given. `functions`: those passed from Python, for which
+    `reward.functions` has names like `python:f`, or no names. ShoalError if a function is missing,
+    also if a stored configuration names one from Python and it was not passed again."""
+    named = named_functions(reward)
+    if len(named) < len(reward.functions) and not functions:
+        names = [spec.removeprefix(FROM_PYTHON) for spec in reward.functions]
+        again = ", ".join(names)
+        if named:
+            again = f"[{', '.join(repr(name) if name in named else name for name in names)}]"
         raise ShoalError(
             f"reward.functions={list(reward.functions)}: this reward came from Python; pass it "
-            f"again in Python, shoal.train(resume=FOLDER, reward={names}), or name a file, "
+            f"again in Python, shoal.train(resume=FOLDER, reward={again}), or name a file, "
             "reward=file.py:function"
         )
-    given = [*find_functions(reward, files), *functions]
+    found = iter(find_functions(reward, named))
+    from_python = iter(functions)
+    given: list[Callable[..., Any] | RewardFunction] = []
+    for spec in reward.functions:
+        given.append(next(from_python if spec.startswith(FROM_PYTHON) else found))
+    given += from_python  # those without names
     if not given:
         return ()
     return name_functions(given, reward.weights)

@@ -218,10 +218,14 @@ class PromptStream:
                 f"{counted(num_retired, 'prompt')} {verb} retired "
                 f"(train.retire_above={exact(self.rates.bound)}), fewer than {count} are left"
             )
-        refused = f"; {self.refusal}" if self.refusal else ""
+        few = f"fewer than {counted(count, 'prompt')} of the data"
+        if self.refusal:
+            raise ShoalError(
+                f"{few} can be used; {self.refusal} (prompts of more than {self.max_tokens} "
+                "tokens, sampling.max_prompt_tokens, are left out too)"
+            )
         raise ShoalError(
-            f"fewer than {counted(count, 'prompt')} of the data have at most {self.max_tokens} "
-            f"tokens: raise sampling.max_prompt_tokens{refused}"
+            f"{few} have at most {self.max_tokens} tokens: raise sampling.max_prompt_tokens"
         )
 
     def _read(

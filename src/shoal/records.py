@@ -289,26 +289,26 @@ class Completion:
 
     request_id: int
     index: int
-    token_ids: np.ndarray  # int32[T]
-    logprobs: np.ndarray  # float32[T]
-    loss_mask: np.ndarray  # bool[T]
-    versions: np.ndarray  # int32[T]
+    token_ids: np.ndarray = field(repr=False)  # int32[T]
+    logprobs: np.ndarray = field(repr=False)  # float32[T]
+    loss_mask: np.ndarray = field(repr=False)  # bool[T]
+    versions: np.ndarray = field(repr=False)  # int32[T]
     stop_reason: StopReason
     # Further arrays with one row per token: support_ids int32[T, K]; experts unsigned[T, layers
     # with experts, k], those that each token was sent to when it was computed, zeros for the last
     # token of each branch, which was not.
-    extra: Mapping[str, np.ndarray] = field(default_factory=dict)
+    extra: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
     # True if only a turn has ended: the host keeps the slot until `Extend` or `End` arrives
     waits: bool = False
     # the messages after the prompt, if the rollout has turns; else ()
     messages: tuple[Mapping[str, Any], ...] = ()
     # int32[Tp], if this rollout's environment began with another prompt than the group's; else None
-    prompt_ids: np.ndarray | None = None
+    prompt_ids: np.ndarray | None = field(default=None, repr=False)
     branches: tuple[Branch, ...] = ()  # the prompts after the first one, in order of `start`
     # unsigned[Tp, layers with experts, k]: the experts of the (first) prompt's tokens, one array
     # for all completions of it; None if they are not recorded, or were read from a file, where an
     # earlier completion of the group has them (`Group.experts_by_prompt`)
-    prompt_experts: np.ndarray | None = None
+    prompt_experts: np.ndarray | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
         """Returns the number of all tokens, including context: the number that memory and
@@ -354,8 +354,8 @@ class Group:
     # was sampled from
     version: int
     example: Example
-    prompt_ids: np.ndarray  # int32[Tp]
-    completions: tuple[Completion, ...]  # G, in order of their index
+    prompt_ids: np.ndarray = field(repr=False)  # int32[Tp]
+    completions: tuple[Completion, ...] = field(repr=False)  # G, in order of their index
     # the completions' text without special tokens, thoughts in tags (`Tokenizer.text`)
     texts: tuple[str, ...]
     rewards: np.ndarray  # float64[G]

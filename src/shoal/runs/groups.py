@@ -37,7 +37,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -94,7 +94,7 @@ class StoredGroup:
     group: Group
     advantages: np.ndarray | None  # float64[G]; None if no update used the group
     # for each completion: name -> float32[T]; {} if it was not trained on
-    token_arrays: tuple[Mapping[str, np.ndarray], ...]
+    token_arrays: tuple[Mapping[str, np.ndarray], ...] = field(repr=False)
     # of each completion, float64[number of turns]; () if advantages are of whole completions
     turn_advantages: tuple[np.ndarray, ...] = ()
     discarded: bool = False  # True if dynamic sampling discarded it, so that no update used it

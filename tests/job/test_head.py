@@ -569,7 +569,7 @@ def test_prompts_that_are_dropped_because_that_was_asked_for_are_no_warning(work
 def test_a_reward_is_tried_on_a_prompt_of_each_data_source(workshop, tmp_path):
     rows = []
     for number in range(40):
-        source = "letters" if number == 30 else "sums"
+        source = {30: "letters", 20: "more"}.get(number, "sums")
         row = {"prompt": f"{number} + 1 =", "answer": f"{number + 1}", "data_source": source}
         rows.append(json.dumps(row))
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
@@ -577,13 +577,13 @@ def test_a_reward_is_tried_on_a_prompt_of_each_data_source(workshop, tmp_path):
         "def only_sums(completions, answer, data_source, **kwargs):\n"
         "    scores = []\n"
         "    for text, gold, source in zip(completions, answer, data_source):\n"
-        "        scores.append(float(source == 'sums' and text.endswith(gold)))\n"
+        "        scores.append(float(source != 'letters' and text.endswith(gold)))\n"
         "    return scores\n"
     )
     own_data = ("task=custom", f"task.path={tmp_path}/rows.jsonl")
     lines = head_of(workshop, *own_data, f"reward={tmp_path}/judge.py:only_sums")
     [scores] = [line for line in lines if line.startswith("rewards of known answers: ")]
-    assert "data_source sums: right 1, wrong 0, empty 0" in scores
+    assert "data_source sums, more: right 1, wrong 0, empty 0" in scores
     assert "data_source letters: right 0, wrong 0, empty 0" in scores
     [warning] = [line for line in lines if "of the answers tried" in line]
     assert "data_source letters: of the answers tried all score 0" in warning

@@ -9,7 +9,7 @@ completions: as what follows the prompt, encoded and decoded.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -600,38 +600,47 @@ def check_first_prompts(
     """
     if not config.algorithm.uses_rewards:
         return []
-    findings: list[Finding] = []
+    sources: dict[Finding, list[str]] = {}  # finding -> the data sources that have it
     for source, example in firsts.items():
-        where = f"{DATA_SOURCE} {source}: " if len(firsts) > 1 else ""
         tried = probe(pool, [example], to_model_text, on_error="skip", others=others)
-        findings += _findings_of_prompt(config, tried, where, has_calls)
+        if tried.useless and config.reward.on_error == "error":
+            of_what = "right answer" if tried.form else "answer"
+            raise ShoalError(
+                f"{_source_names([source], firsts)}{tried.useless[0]}. The function gave no "
+                f"{of_what} a score. Fix it before the run."
+            )
+        for finding in _findings_of_prompt(config, tried, has_calls):
+            sources.setdefault(finding, []).append(source)
         if tried.stopped:  # the function would take as long for the other prompts
             break
+    findings = []
+    for finding, names in sources.items():
+        findings.append(replace(finding, text=_source_names(names, firsts) + finding.text))
     return findings
 
 
-def _findings_of_prompt(config: Config, tried: Probe, where: str, has_calls: bool) -> list[Finding]:
+def _source_names(names: Sequence[str], sources: Collection[str]) -> str:
+    """Returns what stands before a text about some data sources, `data_source a, b: `; "" if the
+    data has only one source."""
+    return f"{DATA_SOURCE} {', '.join(names)}: " if len(sources) > 1 else ""
+
+
+def _findings_of_prompt(config: Config, tried: Probe, has_calls: bool) -> list[Finding]:
     """Returns what `check_first_prompts` finds about one prompt, from the scores of its known
-    answers. Each text, also that of an error, begins with `where`."""
-    if tried.useless and config.reward.on_error == "error":
-        of_what = "right answer" if tried.form else "answer"
-        raise ShoalError(
-            f"{where}{tried.useless[0]}. The function gave no {of_what} a score. Fix it before the "
-            "run."
-        )
+    answers."""
     a = config.algorithm
     if a.dynamic_sampling and not tried.failures:
         check_logged(a.dynamic_sampling_by, tried.logged)
     findings = []
     if tried.failures:
-        text = f"{where}{tried.failures[0]}"
+        text = tried.failures[0]
         if tried.stopped:
             text += ". No more answers were tried"
         findings.append(Finding("reward", "warning", text, _KEY))
     if tried.stopped:
         return findings
-    findings.append(Finding("reward", "ok", where + tried.describe()))
+    findings.append(Finding("reward", "ok", tried.describe()))
     for finding in reward_findings(replace(tried, failures=()), has_calls):
         if finding.level != "ok":
-            findings.append(replace(finding, text=where + finding.text))
+            findings.append(finding)
     return findings
